@@ -1,0 +1,8 @@
+"""The engines that can run a plan, by name."""
+
+from __future__ import annotations
+
+from ascendfactory.backends.native import Native
+from ascendfactory.core.plan import Backend
+
+BACKENDS: dict[str, Backend] = {"native": Native()}

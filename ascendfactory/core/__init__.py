@@ -1,0 +1,1 @@
+"""Types and words that every layer shares; imports nothing of the other layers."""

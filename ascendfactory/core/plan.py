@@ -1,0 +1,227 @@
+"""What the layers hand to each other: card, cluster, layout, plan, job, step metrics.
+
+All of it is plain data that survives a trip through JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from ascendfactory.core.recipe import Recipe
+
+
+class Fact(BaseModel):
+    """A frozen record; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Moe(Fact):
+    """Mixture-of-experts shape of a model."""
+
+    num_experts: int
+    experts_per_token: int
+    expert_ffn_size: int
+    num_shared_experts: int = 0
+    shared_ffn_size: int = 0  # total intermediate size of the shared experts
+    first_dense_layers: int = 0  # leading layers with a plain MLP
+    layer_period: int = 1  # every n-th layer is MoE
+
+
+class Mla(Fact):
+    """Multi-head latent attention shape (DeepSeek-V2, arXiv:2405.04434)."""
+
+    q_lora_rank: int | None = None  # None: queries are not compressed
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+
+class Vision(Fact):
+    """Vision tower shape."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_params: int  # tower and projector, counted from the real shapes
+    patch_size: int
+
+
+class ModelCard(Fact):
+    """A model's facts, enough to plan without its weights.
+
+    Sizes are those of `config.json`; `num_params` counts tied weights once.
+    """
+
+    name: str
+    family: str  # the HF model_type
+    hub_id: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int  # dense MLP intermediate size
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_seq_len: int
+    tied_embeddings: bool = False
+    attention_bias: bool = False  # bias on q, k, v
+    qk_norm: bool = False
+    num_norms_per_layer: int = 2
+    sliding_window: int | None = None
+    full_attention_period: int = 1  # every n-th layer attends to everything; others use sliding_window
+    gated_mlp: bool = True
+    moe: Moe | None = None
+    mla: Mla | None = None
+    vision: Vision | None = None
+    num_mtp_layers: int = 0  # multi-token-prediction layers stored in the weights
+    num_params: int
+    num_active_params: int  # seen by one token
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"  # of the published weights
+    backend_names: dict[str, str] = {}  # back end → its own name for this model
+    source: str = ""
+
+
+class Device(Fact):
+    """One accelerator (an Ascend 910C card holds two)."""
+
+    name: str
+    title: str
+    kind: Literal["cpu", "cuda", "npu"]
+    memory_bytes: int
+    peak_bf16_flops: float  # dense matrix peak, FLOP/s
+    peak_fp32_flops: float
+    memory_bandwidth_bytes_s: float
+    devices_per_node: int
+    intra_node_bytes_s: float  # one direction, per device
+    inter_node_bytes_s: float  # one direction, per device
+    has_bf16: bool = True
+    source: str = ""
+
+
+class Cluster(Fact):
+    """Real devices: `nodes` machines with `nproc` devices each."""
+
+    device: Device
+    nodes: int
+    nproc: int
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of all nodes."""
+        return self.nodes * self.nproc
+
+
+class Layout(Fact):
+    """How the work is split, everything decided. Degrees multiply to the number of devices."""
+
+    dp: int = 1
+    replicate: int = 1
+    zero: Literal[1, 2, 3] = 3
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    ep: int = 1
+    recompute: Literal["none", "full"] = "none"
+    micro_size: int = 1  # rows a device computes at once
+    num_micro: int = 1  # micro-batches an optimizer step
+
+    @property
+    def shard(self) -> int:
+        """Devices over which a copy of the model is sharded by data parallelism."""
+        return self.dp // self.replicate
+
+
+class MemoryTerm(Fact):
+    """One named part of a device's memory, with the formula that gave it."""
+
+    name: str
+    num_bytes: int
+    formula: str
+
+
+class Refusal(Fact):
+    """A "no" that says what to do instead, in both languages."""
+
+    code: str
+    where: str  # the recipe key
+    en: str
+    zh: str
+    fix: dict[str, Any] = {}  # dotted recipe key → a value that would be accepted
+
+
+class NoPlan(Exception):
+    """No way to run the recipe as written; carries every reason."""
+
+    def __init__(self, refusals: list[Refusal]) -> None:
+        self.refusals = refusals
+        super().__init__("; ".join(r.en for r in refusals))
+
+
+class Plan(Fact):
+    """Every decision taken; a run is reproduced from this alone."""
+
+    version: Literal[1] = 1
+    recipe: Recipe
+    card: ModelCard
+    backend: str
+    cluster: Cluster
+    layout: Layout
+    dtype: Literal["float32", "bfloat16"]
+    run_dir: str
+    memory: list[MemoryTerm]
+    why: list[str]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted bytes on the fullest device: the sum of the terms."""
+        return sum(term.num_bytes for term in self.memory)
+
+
+class Job(Fact):
+    """What a back end wants run: files, argv, environment. Pure data."""
+
+    files: dict[str, str]  # path inside the run folder → text
+    argv: list[str]
+    env: dict[str, str] = {}
+    nproc: int = 1  # processes that argv starts on each node
+
+
+class StepMetrics(Fact):
+    """One optimizer step, under the same names from every back end."""
+
+    step: int
+    num_steps: int
+    loss: float  # sum of token losses / global number of trained tokens
+    lr: float
+    grad_norm: float
+    label_tokens: int  # trained tokens of the step, all devices
+    tokens: int  # tokens of the step without padding, all devices
+    epoch: float
+    step_s: float
+    tokens_per_s: float  # tokens / step_s, all devices
+    mfu: float | None = None
+    memory_bytes: int | None = None  # peak on the fullest device
+    eval_loss: float | None = None
+    skipped: str | None = None  # why the update was skipped
+
+
+class Backend(Protocol):
+    """An engine that can run plans."""
+
+    name: str
+
+    def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
+        """Why this engine cannot run the recipe under this layout; empty if it can."""
+
+    def render(self, plan: Plan) -> Job:
+        """The job that runs the plan. Pure: touches no disk."""
+
+    def read_step(self, line: str) -> StepMetrics | None:
+        """The step that a line of the engine's output reports, or None."""

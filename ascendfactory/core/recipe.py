@@ -1,0 +1,308 @@
+"""The recipe: what a person writes, the same for every stage and every back end.
+
+Every field has a default except `model` and `data`; every group has a short form
+(`objective: sft`, `tuning: lora`, `duration: 3 epochs`, `cluster: 2x8 snt9b`).
+Counts carry no unit; everything else does, in its name or in its text.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A group of settings: strict (unknown keys are errors, no silent casts) and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def short_form(key: str) -> BeforeValidator:
+    """Accepts a bare value where a mapping is expected: `x` stands for `{key: x}`."""
+
+    def expand(value: Any) -> Any:
+        return {key: value} if isinstance(value, (str, int, float)) else value
+
+    return BeforeValidator(expand)
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Model(Section):
+    """Which model is trained, and how it starts."""
+
+    path: str = Field(description="a Hugging Face folder, or the name of a model in the catalogue")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="read the folder's weights, or draw new ones from its config.json (pre-training from scratch)"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="compute dtype; auto takes bfloat16 where the device has units for it, else float32"
+    )
+
+
+class Pretrain(Section):
+    """Next-token prediction on every token of the text."""
+
+    kind: Literal["pretrain"] = "pretrain"
+
+
+class Sft(Section):
+    """Supervised fine-tuning on the assistant's answers."""
+
+    kind: Literal["sft"] = "sft"
+    train_on: Literal["assistant", "last", "all"] = Field(
+        "assistant", description="which tokens are trained: every assistant turn, only the last one, or all tokens"
+    )
+
+
+class Dpo(Section):
+    """Direct preference optimisation."""
+
+    kind: Literal["dpo"] = "dpo"
+
+
+class Reward(Section):
+    """Reward model from preference pairs."""
+
+    kind: Literal["reward"] = "reward"
+
+
+class Grpo(Section):
+    """Group-relative policy optimisation."""
+
+    kind: Literal["grpo"] = "grpo"
+
+
+class Dapo(Section):
+    """Decoupled clip and dynamic sampling policy optimisation."""
+
+    kind: Literal["dapo"] = "dapo"
+
+
+class Ppo(Section):
+    """Proximal policy optimisation."""
+
+    kind: Literal["ppo"] = "ppo"
+
+
+Objective = Annotated[
+    Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")
+]
+
+
+class Full(Section):
+    """Every weight is trained."""
+
+    kind: Literal["full"] = "full"
+
+
+class Lora(Section):
+    """Low-rank adapters on frozen weights (Hu et al. 2021, arXiv:2106.09685)."""
+
+    kind: Literal["lora"] = "lora"
+    rank: PositiveInt = 8
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="the update is scaled by alpha/rank (alpha/sqrt(rank) with rslora)")
+    dropout: Fraction = 0.0
+    targets: Annotated[list[str], BeforeValidator(_as_list)] = Field(
+        default=["all-linear"], description="names of the linear layers that get an adapter; all-linear is every one but the head"
+    )
+    rslora: bool = Field(False, description="rank-stabilised scaling (arXiv:2312.03732)")
+    dora: bool = Field(False, description="weight-decomposed adapters (arXiv:2402.09353)")
+    adapter: str | None = Field(None, description="a saved peft adapter folder to go on from")
+
+
+Tuning = Annotated[Annotated[Full | Lora, Field(discriminator="kind")], short_form("kind")]
+
+
+class Source(Section):
+    """One data set: a file or a folder of files."""
+
+    path: str = Field(description="a file (.json .jsonl .parquet .csv .txt .arrow, also .gz .zst) or a folder of them")
+    format: Literal["auto", "alpaca", "sharegpt", "messages", "prompt_completion", "text"] = Field(
+        "auto", description="how a record is read; auto looks at the first records and says what it found"
+    )
+    columns: dict[str, str] = Field(
+        default={}, description="our name of a column → the name in this file, where they differ (instruction: question)"
+    )
+    weight: Annotated[float, Field(gt=0)] = Field(1.0, description="how often an epoch passes over this source; 0.5 takes half of it")
+
+
+Sources = Annotated[list[Annotated[Source, short_form("path")]], BeforeValidator(_as_list)]
+
+
+def _packing_word(value: Any) -> Any:
+    return {True: "packed", False: "dynamic"}.get(value, value) if isinstance(value, bool) else value
+
+
+class Data(Section):
+    """What the model is trained on."""
+
+    train: Sources
+    eval: Sources = Field(default=[], description="held-out sources; their loss is printed during training")
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="share of the training samples held out for evaluation")
+    seq_len: Annotated[int, Field(ge=8)] = Field(2048, description="tokens of one row")
+    packing: Annotated[Literal["packed", "dynamic", "fixed"], BeforeValidator(_packing_word)] = Field(
+        "packed",
+        description="packed (true): several samples share a row and cannot see each other; "
+        "dynamic (false): one sample a row, padded to the longest of the micro-batch; fixed: padded to seq_len",
+    )
+    overlong: Literal["cut", "drop", "stop"] = Field("cut", description="what happens to a sample longer than seq_len")
+    bad_lines: Literal["stop", "skip"] = Field("stop", description="what happens to a record that cannot be read")
+    mask_check: bool = Field(True, description="refuse to start when no token, or (sft) every token, would be trained")
+    chat_template: str | None = Field(None, description="a Jinja file used instead of the model's own chat template")
+    shuffle: bool = True
+    streaming: bool = Field(False, description="tokenise while training; for sets larger than the disk")
+    workers: int | Literal["auto"] = Field("auto", description="processes that tokenise")
+    cache_dir: str = Field("~/.cache/ascendfactory/tokens", description="where tokenised sets are kept")
+
+
+class Batch(Section):
+    """How many rows one optimizer step sees, over all devices."""
+
+    global_size: PositiveInt = Field(8, description="rows an optimizer step; a packed row counts as one")
+    micro_size: PositiveInt | Literal["auto"] = Field("auto", description="rows a device computes at once")
+
+
+_DURATION = re.compile(r"^\s*([0-9][0-9_]*\.?[0-9]*(?:[eE]\+?[0-9]+)?)\s*(step|epoch|token)s?\s*$")
+
+
+def _duration(value: Any) -> Any:
+    if isinstance(value, str) and (found := _DURATION.match(value)):
+        return {"amount": float(found[1].replace("_", "")), "unit": found[2] + "s"}
+    return value
+
+
+class Duration(Section):
+    """How long something lasts: `500 steps`, `3 epochs`, `2e9 tokens`."""
+
+    amount: Annotated[float, Field(gt=0)]
+    unit: Literal["steps", "epochs", "tokens"]
+
+    @model_validator(mode="after")
+    def _whole_steps(self) -> Duration:
+        if self.unit != "epochs" and self.amount != int(self.amount):
+            raise ValueError(f"write a whole number of {self.unit}")
+        return self
+
+
+def _warmup(value: Any) -> Any:
+    return {"amount": float(value), "unit": "fraction"} if isinstance(value, (int, float)) else _duration(value)
+
+
+class Warmup(Section):
+    """How long the learning rate rises: `0.03` (a fraction of the run) or `100 steps`."""
+
+    amount: Annotated[float, Field(ge=0)]
+    unit: Literal["fraction", "steps"] = "fraction"
+
+    @model_validator(mode="after")
+    def _fraction_below_one(self) -> Warmup:
+        if self.unit == "fraction" and self.amount >= 1:
+            raise ValueError("a fraction is below 1; write '100 steps' for steps")
+        return self
+
+
+class Optim(Section):
+    """AdamW and its schedule."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="shape after the warm-up; wsd = warm-up, stable, decay over the last decay_fraction"
+    )
+    warmup: Annotated[Warmup, BeforeValidator(_warmup)] = Warmup(amount=0.03)
+    min_lr_ratio: Fraction = Field(0.0, description="the last learning rate as a share of lr")
+    decay_fraction: Fraction = Field(0.1, description="wsd only: share of the run in which the rate falls")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms and biases")
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="gradients are scaled down to this norm; 0 = never")
+    nonfinite: Literal["skip", "stop"] = Field("stop", description="what happens when the loss or a gradient is NaN or Inf")
+
+
+_CLUSTER = re.compile(r"^\s*(?:(?:(\d+)\s*x\s*)?(\d+)\s+)?([A-Za-z][\w.-]*)\s*$")
+
+
+def _cluster(value: Any) -> Any:
+    """`cpu`, `8 h100`, `2x8 snt9b`."""
+    if isinstance(value, str) and (found := _CLUSTER.match(value)):
+        nodes, nproc, device = found.groups()
+        return {"nodes": int(nodes or 1), "nproc": int(nproc) if nproc else "auto", "device": device.lower()}
+    return value
+
+
+class ClusterSpec(Section):
+    """The devices that the run may use."""
+
+    device: str = Field("auto", description="a device of the catalogue (cpu, a100-80g, snt9b ...); auto = what this machine has")
+    nodes: PositiveInt = 1
+    nproc: PositiveInt | Literal["auto"] = Field("auto", description="devices (processes) a node")
+
+
+Degree = PositiveInt
+
+
+class LayoutSpec(Section):
+    """How the work is split; auto is decided by the planner."""
+
+    dp: Degree | Literal["auto"] = Field("auto", description="data-parallel degree: what the other degrees leave")
+    replicate: Degree = Field(1, description="HSDP: copies of the sharded model inside dp (each is sharded over dp/replicate devices)")
+    zero: Literal[1, 2, 3] = Field(3, description="what dp shards: 1 optimizer, 2 + gradients, 3 + parameters")
+    tp: Degree = Field(1, description="tensor-parallel degree")
+    pp: Degree = Field(1, description="pipeline stages")
+    vpp: Degree = Field(1, description="virtual chunks a stage")
+    ring: Degree = Field(1, description="ring context-parallel degree")
+    ulysses: Degree = Field(1, description="Ulysses context-parallel degree")
+    ep: Degree = Field(1, description="expert-parallel degree")
+    recompute: Literal["auto", "none", "full"] = Field("auto", description="recompute activations in the backward pass to save memory")
+
+
+class Checkpoint(Section):
+    """What is saved while training, and where a run starts again."""
+
+    every: Annotated[Duration, BeforeValidator(_duration)] = Duration(amount=500, unit="steps")
+    keep: PositiveInt = Field(2, description="newest checkpoints kept")
+    keep_best: bool = Field(False, description="keep the one with the lowest evaluation loss as well")
+    asynchronous: bool = Field(True, description="write while training goes on")
+    resume: str = Field("auto", description="auto = the newest healthy checkpoint of the output folder; none; or a checkpoint folder")
+
+
+class Output(Section):
+    """Where results go."""
+
+    dir: str | None = Field(None, description="run folder; by default runs/<name of the recipe>")
+    export: bool = Field(True, description="write a Hugging Face folder (or a peft adapter) at the end")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of exported weights; auto = the model's own")
+    log_every: PositiveInt = Field(1, description="steps between progress lines")
+    eval_every: Annotated[Duration, BeforeValidator(_duration)] = Duration(amount=100, unit="steps")
+    sample_prompts: list[str] = Field(default=[], description="questions answered before and after training, shown in the report")
+
+
+BackendName = Literal["auto", "native", "llamafactory", "verl", "mindspeed_llm", "mindspeed_rl", "mindspeed_mm"]
+
+
+class Recipe(Section):
+    """One training job."""
+
+    name: str = Field("run", description="a name for the run", pattern=r"^[\w.\-]+$")
+    model: Annotated[Model, short_form("path")]
+    objective: Objective = Sft()
+    tuning: Tuning = Full()
+    data: Annotated[Data, short_form("train")]
+    batch: Annotated[Batch, short_form("global_size")] = Batch()
+    duration: Annotated[Duration, BeforeValidator(_duration)] = Duration(amount=1, unit="epochs")
+    optim: Optim = Optim()
+    cluster: Annotated[ClusterSpec, BeforeValidator(_cluster)] = ClusterSpec()
+    layout: LayoutSpec = LayoutSpec()
+    backend: BackendName = "auto"
+    checkpoint: Checkpoint = Checkpoint()
+    output: Annotated[Output, short_form("dir")] = Output()
+    seed: Annotated[int, Field(ge=0)] = 42

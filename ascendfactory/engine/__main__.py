@@ -1,0 +1,47 @@
+"""`python -m ascendfactory.engine plan.json`: one process of a training run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from ascendfactory.core.messages import UserError
+from ascendfactory.core.plan import Plan
+
+
+def main(argv: list[str]) -> int:
+    """Runs the plan.
+
+    Returns:
+        0 finished or stopped with a checkpoint; 2 the input is at fault (one line on stderr); 1 anything else (traceback in logs/).
+    """
+    plan = Plan.model_validate_json(Path(argv[1]).read_text(encoding="utf-8"))
+    rank = os.environ.get("RANK", "0")
+    try:
+        from ascendfactory.engine.trainer import train_steps
+
+        for _ in train_steps(plan):
+            pass
+    except UserError as error:
+        if rank == "0":
+            print(error.line(), file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        logs = Path(plan.run_dir) / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        log = logs / f"failure-rank{rank}.txt"
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+        print(f"rank {rank}: {type(error).__name__}: {error} ({log})", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv)
+    sys.stdout.flush()
+    # other ranks may still wait inside a collective; leave without tearing the group down in order
+    os._exit(code) if code else sys.exit(code)

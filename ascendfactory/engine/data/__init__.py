@@ -1,0 +1,1 @@
+"""The data path: files → samples → tokens with a mask → rows → micro-batches."""

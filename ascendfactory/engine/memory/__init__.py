@@ -1,0 +1,1 @@
+"""Ways of trading time for memory; each file has one `apply_*`."""

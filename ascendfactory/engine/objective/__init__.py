@@ -1,0 +1,1 @@
+"""What is minimised: each file turns a model and a micro-batch into a loss."""

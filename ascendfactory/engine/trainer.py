@@ -1,0 +1,253 @@
+"""The training loop: a generator of step metrics. Whoever iterates it is the hook."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import Tensor
+
+from ascendfactory.core.messages import UserError
+from ascendfactory.core.plan import Plan, StepMetrics
+from ascendfactory.core.recipe import Duration, Full
+from ascendfactory.engine import checkpoint
+from ascendfactory.engine import device as devices
+from ascendfactory.engine.build import Run, build
+from ascendfactory.engine.chat import answer
+from ascendfactory.engine.data.batch import MicroBatch
+from ascendfactory.engine.data.preview import check_mask
+from ascendfactory.engine.export import export_model
+from ascendfactory.engine.metrics import forget_steps_after, model_flops_utilisation, training_flops
+from ascendfactory.engine.objective.causal_lm import count_trained_tokens
+from ascendfactory.engine.parallel.fsdp import mark_micro_batch
+from ascendfactory.engine.provenance import provenance
+
+
+def train_steps(plan: Plan) -> Iterator[StepMetrics]:
+    """Trains as planned, yielding after every optimizer step; resumes by itself.
+
+    Saves, evaluates and exports on the way. A SIGTERM or SIGINT ends it after the running step, saved.
+
+    Raises:
+        UserError: the input is at fault, or the loss became NaN under `optim.nonfinite: stop`.
+    """
+    run = build(plan)
+    start(run)
+    save_every, eval_every = (_in_steps(run, d) for d in (plan.recipe.checkpoint.every, plan.recipe.output.eval_every))
+    with StopSignal() as stop:
+        while run.step < run.num_steps:
+            metrics = train_step(run, stop)
+            last = run.step == run.num_steps or stop.agreed
+            if run.data.has_eval and (last or run.step % eval_every == 0):
+                metrics = metrics.model_copy(update={"eval_loss": evaluate(run)})
+            better = _is_better(run, metrics.eval_loss)
+            if last or better or run.step % save_every == 0:
+                save(run, best=better)
+            run.reporter.step(metrics)
+            yield metrics
+            if stop.agreed:
+                break
+        finish(run, stopped=stop.agreed and run.step < run.num_steps)
+
+
+def train_step(run: Run, stop: StopSignal) -> StepMetrics:
+    """One optimizer step: loss = Σ token losses / trained tokens of the step, over all micro-batches and devices."""
+    began = time.perf_counter()
+    batches = [batch.to(run.mesh.device) for batch in run.data.next_step()]
+    counts = _count(run, batches, stop)
+    scale = 1.0 / max(1, counts.trained)
+
+    loss = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
+    for number, batch in enumerate(batches):
+        mark_micro_batch(run.model, run.plan.layout, is_last=number == len(batches) - 1)
+        part: Tensor = run.model(batch, scale)
+        part.backward()
+        loss += part.detach()
+
+    loss_sum, grad_norm = run.optimizer.gradient_norm(float(loss))
+    skipped = None if math.isfinite(loss_sum) and math.isfinite(grad_norm) else _refuse_update(run, loss_sum, grad_norm)
+    lr = 0.0 if skipped else run.optimizer.step(run.step, grad_norm)
+    run.step += 1
+    step_s = time.perf_counter() - began
+    flops = training_flops(
+        run.plan.card, counts.tokens, counts.trained, counts.square_lengths, frozen=not isinstance(run.plan.recipe.tuning, Full)
+    )
+    return StepMetrics(
+        step=run.step,
+        num_steps=run.num_steps,
+        loss=loss_sum,
+        lr=lr,
+        grad_norm=grad_norm,
+        label_tokens=counts.trained,
+        tokens=counts.tokens,
+        epoch=run.data.epoch,
+        step_s=step_s,
+        tokens_per_s=counts.tokens / step_s,
+        mfu=model_flops_utilisation(run.plan, flops, step_s),
+        memory_bytes=devices.peak_memory_bytes(run.mesh.device),
+        skipped=skipped,
+    )
+
+
+@dataclass(frozen=True)
+class _Counts:
+    trained: int
+    tokens: int
+    square_lengths: int
+
+
+def _count(run: Run, batches: list[MicroBatch], stop: StopSignal) -> _Counts:
+    """Sums over all devices, and in the same message whether any process was told to stop."""
+    lengths = [length for batch in batches for row in batch.lengths for length in row]
+    mine = [count_trained_tokens(batches), sum(lengths), sum(n * n for n in lengths), stop.received]
+    trained, tokens, square_lengths, stops = run.mesh.sum([float(v) for v in mine])
+    stop.agreed = stops > 0
+    return _Counts(int(trained), int(tokens), int(square_lengths))
+
+
+def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
+    """A step without update, or the end of the run, by policy; every process decides alike, on summed values."""
+    place = run.data.describe_last_step()
+    reason = f"loss {loss}, gradient norm {grad_norm}; samples {place}"
+    run.optimizer.drop_gradients()
+    if run.plan.recipe.optim.nonfinite == "stop":
+        raise UserError(
+            f"step {run.step + 1}",
+            f"{reason}; the weights are unchanged since the last checkpoint; lower optim.lr, or set optim.nonfinite: skip",
+            f"{reason};权重自上一个检查点起未被破坏;请降低 optim.lr,或设 optim.nonfinite: skip",
+        )
+    run.reporter.event("skipped", f"step {run.step + 1} skipped: {reason}", f"第 {run.step + 1} 步已跳过:{reason}")
+    return reason
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Mean token loss of the held-out rows."""
+    run.model.eval()
+    total, trained = 0.0, 0
+    for batch in run.data.eval_batches():
+        total += float(run.model(batch.to(run.mesh.device), 1.0))
+        trained += count_trained_tokens([batch])
+    run.model.train()
+    total, tokens = run.mesh.sum([total, float(trained)])
+    return total / max(1.0, tokens)
+
+
+def _is_better(run: Run, eval_loss: float | None) -> bool:
+    if eval_loss is None or not run.plan.recipe.checkpoint.keep_best:
+        return False
+    if run.best_eval_loss is not None and eval_loss >= run.best_eval_loss:
+        return False
+    run.best_eval_loss = eval_loss
+    return True
+
+
+def _in_steps(run: Run, every: Duration) -> int:
+    return max(1, run.data.num_steps(every))
+
+
+def save(run: Run, *, best: bool = False) -> None:
+    """Saves the whole state of the run."""
+    trainer = {
+        "version": 1,
+        "step": run.step,
+        "num_updates": run.optimizer.num_updates,
+        "num_processes": run.mesh.size,
+        "data": run.data.state_dict(),
+        "best_eval_loss": run.best_eval_loss,
+    }
+    run.checkpoints.save(checkpoint.tensor_state(run.model, run.optimizer, run.mesh), trainer, best=best)
+
+
+def start(run: Run) -> None:
+    """Everything before the first step: checks the data, resumes, writes provenance, answers the sample prompts."""
+    recipe, run_dir = run.plan.recipe, Path(run.plan.run_dir)
+    check_mask(run.data.counts, recipe)
+    folder, damaged = run.checkpoints.find(recipe.checkpoint.resume)
+    for text in damaged:
+        run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点:{text}")
+    if folder is not None:
+        resume(run, folder)
+    if run.mesh.is_first:
+        forget_steps_after(run_dir, run.step)
+        facts = provenance(data=run.data.fingerprint, counts=run.data.counts.as_dict())
+        (run_dir / "provenance.json").write_text(json.dumps(facts, indent=1, ensure_ascii=False))
+    if folder is None:
+        _answer_samples(run, "before")
+
+
+def resume(run: Run, folder: Path) -> None:
+    """Puts the run where a checkpoint left it, to the bit if the number of processes is the same."""
+    tensors = checkpoint.tensor_state(run.model, run.optimizer, run.mesh)
+    checkpoint.load_tensors(folder, tensors, run.mesh)
+    prefix = "rng."
+    states = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(prefix)}
+    devices.set_rng_state(run.mesh.device, states)
+    trainer = checkpoint.read_trainer(folder)
+    run.step = trainer["step"]
+    run.best_eval_loss = trainer["best_eval_loss"]
+    run.optimizer.set_num_updates(trainer["num_updates"])
+    run.data.load_state_dict(trainer["data"])
+    run.reporter.event("resumed", f"resumed at step {run.step} from {folder}", f"从 {folder} 的第 {run.step} 步继续")
+
+
+def finish(run: Run, *, stopped: bool) -> None:
+    """Waits for the last checkpoint; a finished run is exported as well."""
+    run.checkpoints.wait()
+    run.mesh.barrier()
+    run_dir = Path(run.plan.run_dir)
+    if stopped:
+        run.reporter.event(
+            "stopped", f"stopped and saved at step {run.step}; run it again to go on", f"已在第 {run.step} 步停止并保存;再次运行即可继续"
+        )
+    else:
+        _answer_samples(run, "after")
+        if run.plan.recipe.output.export:
+            export_model(run.model, run.plan, run.mesh, run_dir / "export")
+            run.reporter.event("exported", f"exported to {run_dir / 'export'}", f"已导出到 {run_dir / 'export'}")
+    run.reporter.close()
+
+
+def _answer_samples(run: Run, moment: str) -> None:
+    """Greedy answers to the recipe's sample prompts, kept in samples.json for the report."""
+    prompts = run.plan.recipe.output.sample_prompts
+    if not prompts:
+        return
+    answers = answer(run.model, run.tokenizer, prompts)
+    path = Path(run.plan.run_dir) / "samples.json"
+    if run.mesh.is_first:
+        known = json.loads(path.read_text()) if path.exists() else [{"prompt": prompt} for prompt in prompts]
+        for sample, text in zip(known, answers, strict=True):
+            sample[moment] = text
+        path.write_text(json.dumps(known, indent=1, ensure_ascii=False))
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGINT while training; a second SIGINT ends the program at once."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.agreed = False  # every process knows
+
+    def __enter__(self) -> StopSignal:
+        try:
+            self._old = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not the main thread, as in some notebooks: signals stay as they are
+            self._old = {}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)

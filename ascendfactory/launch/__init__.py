@@ -1,0 +1,1 @@
+"""From a plan to running processes and the folder they leave."""

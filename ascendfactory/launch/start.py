@@ -1,0 +1,53 @@
+"""A plan, run: folder, job, processes, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ascendfactory.backends import BACKENDS
+from ascendfactory.core.messages import UserError
+from ascendfactory.core.plan import Plan, StepMetrics
+from ascendfactory.launch.devices import check_present
+from ascendfactory.launch.local import Event, launch
+from ascendfactory.launch.report import write_report
+from ascendfactory.launch.runs import create_run, read_metrics
+
+
+def start(
+    plan: Plan,
+    *,
+    on_step: Callable[[StepMetrics], None] = lambda step: None,
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> int:
+    """Runs a plan on this machine and writes its report; returns the job's exit code.
+
+    Args:
+        plan: from `make_plan`, or read from a run's plan.json.
+        on_step: called with each optimizer step.
+        on_event: called with each other news of the run (kind, text_en, text_zh).
+
+    Raises:
+        UserError: when the devices are not here, the folder is in use, or its checkpoints belong to another recipe.
+    """
+    check_present(plan.cluster)
+    _check_model(plan)
+    backend = BACKENDS[plan.backend]
+    folder = create_run(plan)
+    code = launch(backend.render(plan), folder, read_step=backend.read_step, on_step=on_step, on_event=on_event)
+    if read_metrics(folder):
+        write_report(folder)
+    return code
+
+
+def _check_model(plan: Plan) -> None:
+    """A plan can be made from a name of the catalogue; training needs the folder with its files."""
+    if not Path(plan.recipe.model.path).expanduser().is_dir():
+        hub = plan.card.hub_id or plan.card.name
+        raise UserError(
+            "model.path",
+            f"'{plan.recipe.model.path}' is a name, not a folder; download {hub} (hf download {hub} --local-dir models/{plan.card.name}) "
+            f"and write model: models/{plan.card.name}",
+            f"'{plan.recipe.model.path}' 是名称而非文件夹；请下载 {hub}（hf download {hub} --local-dir models/{plan.card.name}），"
+            f"再写 model: models/{plan.card.name}",
+        )

@@ -1,0 +1,1 @@
+"""Decides how a recipe will run and what it needs, before any device is touched."""

@@ -1,0 +1,50 @@
+"""The real exit code and the real words behind torchrun's report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ascendfactory.launch.failure import exit_code, failure_event, own_words
+
+TORCHRUN = """\
+W1129 21:43:40.100000 6341 torch/distributed/run.py:803] Setting OMP_NUM_THREADS
+data.train: file a.jsonl not found
+W1129 21:43:47.700000 6341 torch/distributed/elastic/multiprocessing/api.py:908] Sending process 6347 closing signal SIGTERM
+E1129 21:43:47.705000 6341 torch/distributed/elastic/api.py:1002] failed (exitcode: 2) local_rank: 0 (pid: 6346) of binary: python
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : {code} (pid: 6346)
+""".splitlines()
+
+
+def report(code: int) -> list[str]:
+    return [line.replace("{code}", str(code)) for line in TORCHRUN]
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "meant"),
+    [(0, [], 0), (1, ["x"], 1), (-9, [], 137), (1, report(2), 2), (1, report(-9), 137), (1, report(1), 1), (2, [], 2)],
+)
+def test_the_code_is_the_ranks_own(code: int, stderr: list[str], meant: int) -> None:
+    assert exit_code(code, stderr) == meant
+
+
+def test_a_user_error_of_any_rank_counts_before_what_it_caused() -> None:
+    assert exit_code(1, ["  exitcode  : 2 (pid: 1)", "  exitcode  : 1 (pid: 2)"]) == 2
+
+
+def test_only_the_ranks_own_words_are_told() -> None:
+    assert own_words(report(2)) == ["data.train: file a.jsonl not found"]
+    event = failure_event(2, report(2), Path("log"))
+    assert (event["text_en"], event["lines"]) == ("data.train: file a.jsonl not found", [])
+
+
+def test_a_crash_without_words_still_says_where_to_look() -> None:
+    event = failure_event(139, [], Path("log"))
+    assert event["text_en"] == "training crashed inside native code (segmentation fault); the whole log: log"

@@ -26,7 +26,7 @@ help:  ## this list
 setup: $(READY)  ## the environment in .venv (again when pyproject.toml or constraints.txt change)
 
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(BASE)" || { echo "no python3.11 or python3 here; install Python 3.11" >&2; exit 2; }
+	@$(or $(BASE),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; install it" >&2; exit 2; }
 	test -x $(PYTHON) || $(BASE) -m venv $(VENV)
 	@# torch goes first: every later package then finds its requirement met.
 	$(PIP) install $(TORCH) 2>/dev/null || $(PIP) install $(TORCH) --extra-index-url $(TORCH_URL)

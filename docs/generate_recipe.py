@@ -195,12 +195,14 @@ def _kinds_with(key: str) -> list[str]:
     return having if name != "kind" and len(members) > 1 else []
 
 
-def default(node: Node, zh: bool) -> str:
-    """The default as it would be written in a recipe."""
-    assert node.field is not None
-    if node.field.is_required():
+def default(key: str, node: Node, zh: bool) -> str:
+    """The default as it would be written in a recipe; of `kind`, that of its group."""
+    section, _, name = key.rpartition(".")
+    field = all_keys()[section].field if name == "kind" else node.field
+    assert field is not None
+    if field.is_required():
         return "必填" if zh else "required"
-    return _written(node.field.default, zh)
+    return _written(field.default, zh)
 
 
 def _written(value: Any, zh: bool) -> str:
@@ -238,10 +240,8 @@ def rows(nodes: dict[str, Node], zh: bool) -> Iterator[str]:
     yield "| " + " | ".join(HEADS[zh]) + " |"
     yield "| --- | --- | --- | --- |"
     for key, node in nodes.items():
-        name = key.rpartition(".")[2]
-        shown = kind_text(key, node, zh)
-        first = default(node, zh) if name != "kind" else _written(all_keys()[key.rpartition(".")[0]].field.default, zh)  # type: ignore[union-attr]
-        yield f"| `{name}` | {shown} | {first} | {meaning(key, node, zh)} |"
+        cells = [f"`{key.rpartition('.')[2]}`", kind_text(key, node, zh), default(key, node, zh), meaning(key, node, zh)]
+        yield "| " + " | ".join(cells) + " |"
 
 
 def page(zh: bool) -> str:

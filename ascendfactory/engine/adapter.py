@@ -54,7 +54,7 @@ def _check_targets(hf: Any, targets: list[str]) -> None:
             raise UserError(
                 "tuning.targets",
                 f"the decoder has no linear layer {target!r}{en_hint}; it has {', '.join(names)}",
-                f"解码器没有线性层 {target!r}{zh_hint};可选:{', '.join(names)}",
+                f"解码器没有线性层 {target!r}{zh_hint}；可选：{', '.join(names)}",
             )
 
 
@@ -110,7 +110,7 @@ def load_adapter(wrapped: Any, folder: str) -> None:
         raise UserError(
             "tuning.adapter",
             f"no peft adapter in {folder!r} (adapter_config.json and adapter_model.safetensors)",
-            f"{folder!r} 中没有 peft 适配器(adapter_config.json 与 adapter_model.safetensors)",
+            f"{folder!r} 中没有 peft 适配器（adapter_config.json 与 adapter_model.safetensors）",
         )
     saved = json.loads((root / "adapter_config.json").read_text())
     _check_scale(wrapped.peft_config["default"], saved, folder)
@@ -123,7 +123,7 @@ def load_adapter(wrapped: Any, folder: str) -> None:
                     "tuning.adapter",
                     f"{folder} does not fit: {key!r} is missing, not asked for, or of another shape (its rank is {saved['r']}); "
                     "use its rank and targets",
-                    f"{folder} 与配置不符:{key!r} 缺失、多余或形状不同(其 rank 为 {saved['r']});请使用它的 rank 与 targets",
+                    f"{folder} 与配置不符：{key!r} 缺失、多余或形状不同（其 rank 为 {saved['r']}）;请使用它的 rank 与 targets",
                 )
         for key, parameter in wanted.items():
             write_shard(parameter, opened.get_slice(key))
@@ -137,7 +137,7 @@ def _check_scale(config: LoraConfig, saved: dict[str, Any], folder: str) -> None
             raise UserError(
                 f"tuning.{recipe_key}",
                 f"{folder} was trained with {recipe_key} {there}, the recipe says {here}; write {recipe_key}: {str(there).lower()}",
-                f"{folder} 训练时的 {recipe_key} 为 {there},而配方为 {here};请写 {recipe_key}: {str(there).lower()}",
+                f"{folder} 训练时的 {recipe_key} 为 {there}，而配方为 {here}；请写 {recipe_key}: {str(there).lower()}",
             )
 
 

@@ -133,7 +133,7 @@ def build_for_export(plan: Plan, resume: str) -> tuple[CausalLM, Mesh, int]:
     folder, damaged = Checkpoints(Path(plan.run_dir) / "checkpoints", mesh, keep=1, asynchronous=False).find(resume)
     if folder is None:
         reason = damaged[0] if damaged else f"no checkpoint in {plan.run_dir}/checkpoints"
-        raise UserError(plan.run_dir, f"{reason}; nothing to export", f"{reason};没有可导出的内容")
+        raise UserError(plan.run_dir, f"{reason}; nothing to export", f"{reason}；没有可导出的内容")
     model = build_model(alone, mesh)
     tensors = {f"model.{name}": p.detach() for name, p in checkpoint.trained_tensors(model).items()}
     checkpoint.load_tensors(folder, tensors, mesh)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
@@ -169,12 +170,12 @@ class Checkpoints:
             return
         try:
             pending.result()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
             reason = _root_cause(error)
             raise UserError(
                 str(self._root),
                 f"the checkpoint could not be written: {reason}; earlier ones are untouched; free space and start again",
-                f"检查点写入失败:{reason};之前的检查点完好;请释放空间后重新启动",
+                f"检查点写入失败：{reason}；之前的检查点完好；请释放空间后重新启动",
             ) from error
 
     def find(self, resume: str) -> tuple[Path | None, list[str]]:
@@ -196,7 +197,7 @@ class Checkpoints:
             found, damaged = box
         if resume not in ("auto", "none") and not found:
             reason = damaged[0] if damaged else f"{resume} is no checkpoint"
-            raise UserError("checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason};可用 auto 选择最新的完好检查点")
+            raise UserError("checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点")
         return (Path(found) if found else None), damaged
 
     def _search(self, resume: str, damaged: list[str]) -> Path | None:
@@ -280,7 +281,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
                 "checkpoint.resume",
                 f"{folder} is of another model or tuning: {name} has {there} there and {list(tensor.shape)} here; "
                 "use another output.dir, or checkpoint.resume: none",
-                f"{folder} 属于另一个模型或微调方式:{name} 在其中为 {there},此处为 {list(tensor.shape)};"
+                f"{folder} 属于另一个模型或微调方式：{name} 在其中为 {there}，此处为 {list(tensor.shape)};"
                 "请更换 output.dir,或设 checkpoint.resume: none",
             )
     extra = next((n for n in stored if n.startswith("model.") and n not in tensors), None)
@@ -288,7 +289,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
         raise UserError(
             "checkpoint.resume",
             f"{folder} trains {extra!r}, this recipe does not; use another output.dir, or checkpoint.resume: none",
-            f"{folder} 训练了 {extra!r},而本配方没有;请更换 output.dir,或设 checkpoint.resume: none",
+            f"{folder} 训练了 {extra!r}，而本配方没有；请更换 output.dir,或设 checkpoint.resume: none",
         )
     wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
     with _quietly_alone():

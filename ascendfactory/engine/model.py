@@ -41,7 +41,7 @@ def read_config(folder: str) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder)
     except (ValueError, KeyError) as error:
         reason = str(error).splitlines()[0]
-        raise UserError("model.path", f"{folder}/config.json: {reason}", f"{folder}/config.json 无法识别:{reason}") from error
+        raise UserError("model.path", f"{folder}/config.json: {reason}", f"{folder}/config.json 无法识别：{reason}") from error
 
 
 def build_on_meta(config: PretrainedConfig) -> Any:
@@ -59,12 +59,12 @@ def build_on_meta(config: PretrainedConfig) -> Any:
     except ValueError as error:
         reason = str(error).splitlines()[0]
         name = config.model_type
-        raise UserError("model.path", f"{name} cannot be trained: {reason}", f"{name} 无法训练:{reason}") from error
+        raise UserError("model.path", f"{name} cannot be trained: {reason}", f"{name} 无法训练：{reason}") from error
     if hf.config._attn_implementation != attention.NAME:
         raise UserError(
             "model.path",
             f"{config.model_type} computes attention by code of its own, so packed documents would see each other; take another model",
-            f"{config.model_type} 使用自带的注意力代码,打包的文档会互相可见;请换用其他模型",
+            f"{config.model_type} 使用自带的注意力代码，打包的文档会互相可见；请换用其他模型",
         )
     return hf
 
@@ -84,18 +84,22 @@ def materialize(model: nn.Module, hf: Any, device: torch.device) -> None:
     hf.tie_weights(recompute_mapping=False)
     for module in hf.modules():
         if module._non_persistent_buffers_set:
-            filled = _initialised_copy(hf, module)
+            filled = _initialised_copy(hf, module, "meta")
             for name in module._non_persistent_buffers_set:
                 if (buffer := getattr(module, name)) is not None:
                     buffer.copy_(getattr(filled, name))
 
 
-def _initialised_copy(hf: Any, module: nn.Module) -> nn.Module:
-    """A copy of one module (its children left out) on CPU with the values that transformers gives a new one."""
+def _initialised_copy(hf: Any, module: nn.Module, parameters_on: str) -> nn.Module:
+    """A copy of one module (its children left out) with the values that transformers gives a new one, buffers on CPU.
+
+    Parameters that are not wanted stay on meta: Gemma's embedding is gigabytes beside its one scale.
+    """
     bare = copy.copy(module)
     bare._modules = {}
     bare._parameters = {
-        name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=parameters_on))
+        for name, p in module._parameters.items()
     }
     bare._buffers = {name: None if b is None else torch.empty(b.shape, dtype=b.dtype) for name, b in module._buffers.items()}
     with torch.no_grad():
@@ -135,7 +139,7 @@ def draw_weights(hf: Any, seed: int) -> None:
             continue
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(name_seed(seed, module_name))
-            filled = _initialised_copy(hf, module)
+            filled = _initialised_copy(hf, module, "cpu")
         for name, parameter in own.items():
             write_shard(parameter, getattr(filled, name).detach())
             done.add(id(parameter))
@@ -156,7 +160,7 @@ def weight_files(folder: str) -> dict[str, Path]:
                 raise UserError(
                     "model.path",
                     f"{file.name} is named by {index} but missing; download it again",
-                    f"{index} 提到的 {file.name} 不存在;请重新下载",
+                    f"{index} 提到的 {file.name} 不存在；请重新下载",
                 )
         return files
     files = {}
@@ -167,7 +171,7 @@ def weight_files(folder: str) -> dict[str, Path]:
         raise UserError(
             "model.path",
             f"no .safetensors weights in {folder!r}; convert or download them, or set model.init: random",
-            f"{folder!r} 中没有 .safetensors 权重;请下载或转换,或设置 model.init: random",
+            f"{folder!r} 中没有 .safetensors 权重；请下载或转换，或设置 model.init: random",
         )
     return files
 
@@ -199,7 +203,7 @@ def load_weights(hf: Any, folder: str) -> None:
                 raise UserError(
                     "model.path",
                     f"weight {name!r} has shape {part.get_shape()} in {files[stored].name}, config.json says {list(target.shape)}",
-                    f"权重 {name!r} 在 {files[stored].name} 中形状为 {part.get_shape()},而 config.json 要求 {list(target.shape)}",
+                    f"权重 {name!r} 在 {files[stored].name} 中形状为 {part.get_shape()}，而 config.json 要求 {list(target.shape)}",
                 )
             write_shard(target, part)
 
@@ -218,7 +222,7 @@ def _refuse_unused(hf: Any, folder: str, stored: set[str]) -> None:
             "model.path",
             f"{folder} holds {len(unused)} weights that its config.json has no place for, such as {unused[0]!r}; "
             "use the config.json they came with",
-            f"{folder} 含有 config.json 中没有位置的 {len(unused)} 个权重,例如 {unused[0]!r};请使用与权重配套的 config.json",
+            f"{folder} 含有 config.json 中没有位置的 {len(unused)} 个权重，例如 {unused[0]!r}；请使用与权重配套的 config.json",
         )
 
 

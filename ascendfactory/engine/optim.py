@@ -100,7 +100,8 @@ class Optimizer:
         limit = self._optim.max_grad_norm
         if limit and grad_norm > limit:
             grads = [g for p in self.parameters.values() if p.grad is not None and (g := local(p.grad)).numel()]
-            torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
+            if grads:  # none where a device holds no row of anything
+                torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
         lr = lr_at(step, self._num_steps, self._optim)
         for group in self._adamw.param_groups:
             group["lr"] = lr

@@ -121,9 +121,9 @@ def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
         raise UserError(
             f"step {run.step + 1}",
             f"{reason}; the weights are unchanged since the last checkpoint; lower optim.lr, or set optim.nonfinite: skip",
-            f"{reason};权重自上一个检查点起未被破坏;请降低 optim.lr,或设 optim.nonfinite: skip",
+            f"{reason}；权重自上一个检查点起未被破坏；请降低 optim.lr,或设 optim.nonfinite: skip",
         )
-    run.reporter.event("skipped", f"step {run.step + 1} skipped: {reason}", f"第 {run.step + 1} 步已跳过:{reason}")
+    run.reporter.event("skipped", f"step {run.step + 1} skipped: {reason}", f"第 {run.step + 1} 步已跳过：{reason}")
     return reason
 
 
@@ -172,7 +172,7 @@ def start(run: Run) -> None:
     check_mask(run.data.counts, recipe)
     folder, damaged = run.checkpoints.find(recipe.checkpoint.resume)
     for text in damaged:
-        run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点:{text}")
+        run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点：{text}")
     if folder is not None:
         resume(run, folder)
     if run.mesh.is_first:
@@ -205,7 +205,7 @@ def finish(run: Run, *, stopped: bool) -> None:
     run_dir = Path(run.plan.run_dir)
     if stopped:
         run.reporter.event(
-            "stopped", f"stopped and saved at step {run.step}; run it again to go on", f"已在第 {run.step} 步停止并保存;再次运行即可继续"
+            "stopped", f"stopped and saved at step {run.step}; run it again to go on", f"已在第 {run.step} 步停止并保存；再次运行即可继续"
         )
     else:
         _answer_samples(run, "after")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ascendfactory.backends import BACKENDS
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan, StepMetrics
 from ascendfactory.launch.devices import check_present
+from ascendfactory.launch.failure import USER_ERROR
 from ascendfactory.launch.local import Event, launch
 from ascendfactory.launch.report import write_report
 from ascendfactory.launch.runs import create_run, read_metrics
@@ -33,10 +35,13 @@ def start(
     check_present(plan.cluster)
     _check_model(plan)
     backend = BACKENDS[plan.backend]
+    is_new = not Path(plan.run_dir).exists()
     folder = create_run(plan)
     code = launch(backend.render(plan), folder, read_step=backend.read_step, on_step=on_step, on_event=on_event)
     if read_metrics(folder):
         write_report(folder)
+    elif is_new and code == USER_ERROR:
+        shutil.rmtree(folder, ignore_errors=True)  # wrong input, said in one line: nothing of a run is left behind
     return code
 
 

@@ -19,7 +19,7 @@ def _devices(recipe: Recipe, card: ModelCard, cluster: Cluster, layout: Layout) 
         code="devices",
         where="layout.dp",
         en=f"the degrees multiply to {used}, the cluster has {cluster.num_devices} devices; write dp: auto",
-        zh=f"各并行度之积为 {used},而集群有 {cluster.num_devices} 个设备;请写 dp: auto",
+        zh=f"各并行度之积为 {used}，而集群有 {cluster.num_devices} 个设备；请写 dp: auto",
         fix={"layout.dp": "auto"},
     )
 
@@ -31,7 +31,7 @@ def _replicate(recipe: Recipe, card: ModelCard, cluster: Cluster, layout: Layout
         code="replicate",
         where="layout.replicate",
         en=f"replicate {layout.replicate} does not divide dp {layout.dp}; write replicate: 1",
-        zh=f"replicate {layout.replicate} 不能整除 dp {layout.dp};请写 replicate: 1",
+        zh=f"replicate {layout.replicate} 不能整除 dp {layout.dp}；请写 replicate: 1",
         fix={"layout.replicate": 1},
     )
 
@@ -46,7 +46,7 @@ def _global_batch(recipe: Recipe, card: ModelCard, cluster: Cluster, layout: Lay
         code="global_batch",
         where="batch.global_size",
         en=f"{rows} rows cannot be shared by dp {layout.dp} in micro-batches of {layout.micro_size}; nearest: {better}",
-        zh=f"{rows} 行无法按 dp {layout.dp}、微批 {layout.micro_size} 均分;最接近的是 {better}",
+        zh=f"{rows} 行无法按 dp {layout.dp}、微批 {layout.micro_size} 均分；最接近的是 {better}",
         fix={"batch.global_size": better},
     )
 
@@ -58,7 +58,7 @@ def _seq_len(recipe: Recipe, card: ModelCard, cluster: Cluster, layout: Layout) 
         code="seq_len",
         where="data.seq_len",
         en=f"{recipe.data.seq_len} is beyond the {card.max_seq_len} positions that {card.name} knows; write {card.max_seq_len} or less",
-        zh=f"{recipe.data.seq_len} 超出 {card.name} 支持的 {card.max_seq_len} 个位置;请写 {card.max_seq_len} 或更小",
+        zh=f"{recipe.data.seq_len} 超出 {card.name} 支持的 {card.max_seq_len} 个位置；请写 {card.max_seq_len} 或更小",
         fix={"data.seq_len": card.max_seq_len},
     )
 

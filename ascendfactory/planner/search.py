@@ -107,7 +107,7 @@ def _too_big(recipe: Recipe, card: ModelCard, layout: Layout, cluster: Cluster, 
             code="memory",
             where="cluster",
             en=f"{en}, even at its leanest; " + (f"write {words}, or take more devices" if fix else "take more devices or a smaller model"),
-            zh=f"{zh},即使以最省的方式;" + (f"请写 {words},或增加设备" if fix else "请增加设备或换用更小的模型"),
+            zh=f"{zh}，即使以最省的方式;" + (f"请写 {words}，或增加设备" if fix else "请增加设备或换用更小的模型"),
             fix=fix,
         )
     ]

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from ascendfactory.core.recipe import Recipe
+from ascendfactory.core.recipe import Recipe, Recompute, Schedule
 
 
 class Fact(BaseModel):
@@ -117,25 +117,42 @@ class Cluster(Fact):
 
 
 class Layout(Fact):
-    """How the work is split, everything decided. Degrees multiply to the number of devices."""
+    """How the work is split, everything decided. dp x tp x pp x ring x ulysses is the number of devices; ep lies inside them."""
 
     dp: int = 1
     replicate: int = 1
     zero: Literal[1, 2, 3] = 3
     tp: int = 1
+    sp: bool = False
     pp: int = 1
     vpp: int = 1
+    schedule: Schedule = "1f1b"
     ring: int = 1
     ulysses: int = 1
     ep: int = 1
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
+    recompute_layers: int = 0  # the first n layers of each stage; 0 = every layer
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+    optim_dtype: Literal["float32", "bfloat16"] = "float32"
+    reuse_params: bool = False
     micro_size: int = 1  # rows a device computes at once
     num_micro: int = 1  # micro-batches an optimizer step
 
     @property
+    def cp(self) -> int:
+        """Devices that share the tokens of one row."""
+        return self.ring * self.ulysses
+
+    @property
     def shard(self) -> int:
-        """Devices over which a copy of the model is sharded by data parallelism."""
-        return self.dp // self.replicate
+        """Devices over which a copy of the model is sharded by data parallelism: those of dp and of cp."""
+        return self.dp // self.replicate * self.cp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that the degrees multiply to."""
+        return self.dp * self.tp * self.pp * self.cp
 
 
 class MemoryTerm(Fact):
@@ -144,6 +161,46 @@ class MemoryTerm(Fact):
     name: str
     num_bytes: int
     formula: str
+
+
+class TimeTerm(Fact):
+    """One named part of a step's time that the devices wait for, with what it is."""
+
+    name: str
+    seconds: float
+    detail: str = ""
+
+
+class Prediction(Fact):
+    """How long a step will take, and how sure that is."""
+
+    step_s: float  # the sum of the parts
+    parts: list[TimeTerm]
+    tokens_per_s_device: float  # tokens of the step / step_s / devices
+    mfu: float  # model FLOPs (no recomputation) / step_s / peak
+    band: float  # the true step time is expected within step_s x (1 +- band)
+    basis: str  # what the figures were calibrated on
+
+
+class Placement(Fact):
+    """Where the rollout engine of a reinforcement-learning run lives."""
+
+    colocated: bool  # shares the devices of training, or has its own
+    rollout_devices: int
+    rollout_tp: int
+    kv_share: float  # share of a rollout device's memory for the KV cache
+    kv_tokens: int  # tokens that the caches of all rollout devices hold
+    rollout_s: float  # predicted time of generation a step
+    step_s: float  # predicted time of a step, generation included
+
+
+class Choice(Fact):
+    """A layout that was weighed."""
+
+    backend: str
+    layout: Layout
+    peak_bytes: int
+    step_s: float
 
 
 class Refusal(Fact):
@@ -175,8 +232,13 @@ class Plan(Fact):
     layout: Layout
     dtype: Literal["float32", "bfloat16"]
     run_dir: str
-    memory: list[MemoryTerm]
+    memory: list[MemoryTerm]  # of the fullest pipeline stage
     why: list[str]
+    stages: list[list[MemoryTerm]] = []  # of every pipeline stage
+    prediction: Prediction | None = None
+    placement: Placement | None = None  # reinforcement learning only
+    alternatives: list[Choice] = []  # the next best, the fastest first
+    refused: list[Refusal] = []  # why other back ends were passed over
 
     @property
     def peak_bytes(self) -> int:

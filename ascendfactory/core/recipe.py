@@ -247,22 +247,35 @@ class ClusterSpec(Section):
     nproc: PositiveInt | Literal["auto"] = Field("auto", description="devices (processes) a node")
 
 
-Degree = PositiveInt
+Degree = PositiveInt | Literal["auto"]
+Recompute = Literal["none", "norm", "selective", "full"]
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
 
 
 class LayoutSpec(Section):
     """How the work is split; auto is decided by the planner."""
 
-    dp: Degree | Literal["auto"] = Field("auto", description="data-parallel degree: what the other degrees leave")
-    replicate: Degree = Field(1, description="HSDP: copies of the sharded model inside dp (each is sharded over dp/replicate devices)")
-    zero: Literal[1, 2, 3] = Field(3, description="what dp shards: 1 optimizer, 2 + gradients, 3 + parameters")
-    tp: Degree = Field(1, description="tensor-parallel degree")
-    pp: Degree = Field(1, description="pipeline stages")
-    vpp: Degree = Field(1, description="virtual chunks a stage")
-    ring: Degree = Field(1, description="ring context-parallel degree")
-    ulysses: Degree = Field(1, description="Ulysses context-parallel degree")
-    ep: Degree = Field(1, description="expert-parallel degree")
-    recompute: Literal["auto", "none", "full"] = Field("auto", description="recompute activations in the backward pass to save memory")
+    dp: Degree = Field("auto", description="data-parallel degree: what the other degrees leave")
+    replicate: PositiveInt = Field(1, description="HSDP: copies of the sharded model inside dp (each is sharded over dp/replicate devices)")
+    zero: Literal[1, 2, 3, "auto"] = Field("auto", description="what dp shards: 1 optimizer, 2 + gradients, 3 + parameters")
+    tp: Degree = Field("auto", description="tensor-parallel degree")
+    sp: bool | Literal["auto"] = Field("auto", description="sequence parallelism: norms are split over tp as well; auto = wherever tp > 1")
+    pp: Degree = Field("auto", description="pipeline stages")
+    vpp: Degree = Field("auto", description="virtual chunks a stage")
+    schedule: Schedule | Literal["auto"] = Field("auto", description="order of micro-batches in the pipeline; auto = interleaved where vpp > 1")
+    ring: Degree = Field("auto", description="ring context-parallel degree")
+    ulysses: Degree = Field("auto", description="Ulysses context-parallel degree")
+    ep: Degree = Field("auto", description="expert-parallel degree; the experts' devices are a part of dp x ring x ulysses x tp")
+    recompute: Recompute | Literal["auto"] = Field(
+        "auto",
+        description="what is computed again in the backward pass to save memory: norm (norms and the MLP's activation), "
+        "selective (all but attention and every second matrix product), full (whole layers)",
+    )
+    recompute_layers: PositiveInt | Literal["all", "auto"] = Field("auto", description="recompute the first n layers of a stage only")
+    offload_activations: bool = Field(False, description="keep saved activations in host memory")
+    offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory and update there")
+    optim_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of Adam's moments")
+    reuse_params: bool = Field(False, description="the bfloat16 weights are a part of the fp32 masters instead of a copy")
 
 
 class Checkpoint(Section):

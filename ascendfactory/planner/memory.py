@@ -1,139 +1,311 @@
-"""Bytes of the fullest device as a sum of named terms.
+"""Bytes of a device as a sum of named terms, for one layout or thousands at once.
 
-Symbols in formulas: P parameters, T trainable ones, n = dp / replicate (devices that share a copy), L layers,
-h hidden size, f feed-forward size, H/K query/key-value heads, D head size, V vocabulary, t tokens of a micro-batch,
-e bytes of a compute-dtype element (4 or 2).
+Symbols in formulas: T trained parameters of a stage on a tp rank, F frozen ones, n = dp / replicate x cp (devices that share
+a copy), L layers, h hidden size, f feed-forward size, V vocabulary, t tokens of a micro-batch on a device, e bytes of a
+compute-dtype element (4 or 2), k micro-batches in flight.
 
-What a layer keeps for the backward pass is read off the autograd graph of transformers' decoders; a test counts it
-on real models through saved-tensor hooks.
+States follow ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and Megatron-Core's distributed optimizer; activations
+Korthikanti et al. 2022 (arXiv:2205.05198); micro-batches in flight Narayanan et al. 2021 (arXiv:2104.04473).
+Parameters are those of the card's real shapes.
 """
 
 from __future__ import annotations
 
-from ascendfactory.catalog.params import layer_shapes, parameter_shapes
-from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
-from ascendfactory.core.recipe import Lora, Recipe, Tuning
+from collections.abc import Callable
+from dataclasses import dataclass
 
-GIB = 2**30
+import numpy as np
+
+from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
+from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, Ppo, Recipe, Reward
+from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, layer_bytes, layer_saved_bytes
+from ascendfactory.planner.adapters import TARGETS, lora_params, trainable_params
+from ascendfactory.planner.engines import GIB, Engine, engine_of
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, grid_of
+from ascendfactory.planner.weights import Stages, stages_of
+
+__all__ = [
+    "GIB", "HEAD_CHUNK_BYTES", "LEAN_MLP_FAMILIES", "LEAN_NORM_FAMILIES", "RUNTIME_BYTES", "TARGETS", "Setting", "layer_saved_bytes",
+    "lora_params", "memory_terms", "peak_bytes", "stage_terms", "trainable_params",
+]  # fmt: skip
+
 HEAD_CHUNK_BYTES = 64 * 2**20  # the engine's fp32 logits alive at once (engine/objective/cross_entropy.py)
 RUNTIME_BYTES = {"cpu": 700 * 2**20, "cuda": 3 * GIB // 2, "npu": 2 * GIB}  # interpreter and libraries; context, collectives
-LEAN_MLP_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # those that engine/kernels.py knows
-LEAN_NORM_FAMILIES = LEAN_MLP_FAMILIES | {"glm", "glm4", "phi3"}
-FUSED_MLP_FAMILIES = frozenset({"glm", "glm4", "phi3"})  # gate and up are one linear layer, gate_up_proj
-NUM_TARGETS = 7  # adapted linear layers of a decoder layer: q, k, v, o, gate, up, down
-TARGETS = {
-    **{"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
-    **{"mlp_gate": "gate_proj", "mlp_up": "up_proj", "mlp_down": "down_proj"},
+CHANNEL_BYTES = {"cpu": 0, "cuda": GIB // 4, "npu": 2 * 200 * 2**20}  # of one more communicator (HCCL_BUFFSIZE is 200 MB, twice)
+IMBALANCE = 1.2  # tokens of the fullest expert device over the mean, with a balancing loss or bias at work
+VISION_SHARE = 4  # patches of the vision tower: as many as a quarter of the row's tokens, each merged from four
+UPDATE_BYTES = GIB // 2  # slices of an offloaded optimizer on their way
+
+FORMULAS = {
+    "weights": "what FSDP shards: (4·T + e·F) / n; a compute copy: 2·(T + F), / n under zero 3",
+    "masters": "4·T / n, less 2·T / n where the bf16 weights are a part of them",
+    "gradients": "g·T, / n under zero 2 and 3",
+    "moments": "8·T / n (4·T / n in bf16)",
+    "gathered weights": "e × (2 largest layers + embedding + head), or e·P under zero 1 and 2",
+    "activations": "k × layers × saved bytes of a layer + one layer being recomputed + last norm",
+    "vision": "saved tensors of the vision tower, patches x layers",
+    "logits": "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies",
+    "reference": "e·P, sharded as the weights are",
+    "critic": "weights, gradients, masters and moments of a second model",
+    "buffers": "buckets, slices of an offloaded state, a communicator an axis",
+    "runtime": "interpreter, libraries, device context",
 }
 
 
-def lora_params(card: ModelCard, lora: Lora) -> int:
-    """Parameters of the adapters: rank × (in + out) for every target, plus out for DoRA's magnitudes."""
-    wanted = None if lora.targets == ["all-linear"] else {target.rsplit(".", 1)[-1] for target in lora.targets}
-    total = 0
-    for weight in parameter_shapes(card):
-        if weight.layer is None or len(weight.shape) != 2 or weight.role not in TARGETS:
-            continue
-        target = _fused_target(card, weight.role) or TARGETS[weight.role]
-        if wanted is None or target in wanted:
-            out_size, in_size = weight.shape
-            # the parts of a fused layer share one A, which is counted with its first part
-            rows = 0 if target.startswith(("qkv", "gate_up")) and weight.role not in ("q", "mlp_gate") else in_size
-            total += weight.copies * (lora.rank * (rows + out_size) + (out_size if lora.dora else 0))
-    return total
+@dataclass(frozen=True)
+class Setting:
+    """What is priced: everything but the layout."""
+
+    card: ModelCard
+    recipe: Recipe
+    cluster: Cluster
+    dtype: str
+    engine: Engine
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of the compute dtype."""
+        return 2 if self.dtype == "bfloat16" else 4
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of one row of a batch: a preference pair has two sequences."""
+        return self.recipe.data.seq_len * (2 if isinstance(self.recipe.objective, Dpo | Reward) else 1)
 
 
-def _fused_target(card: ModelCard, role: str) -> str | None:
-    """The linear layer that holds a projection together with its neighbours, where a family has one."""
-    if card.family in FUSED_MLP_FAMILIES and role in ("mlp_gate", "mlp_up"):
-        return "gate_up_proj"
-    return "qkv_proj" if card.family == "phi3" and role in ("q", "k", "v") else None
-
-
-def trainable_params(card: ModelCard, tuning: Tuning) -> int:
-    """Parameters that get a gradient."""
-    return lora_params(card, tuning) if isinstance(tuning, Lora) else card.num_params
-
-
-def layer_saved_bytes(card: ModelCard, tuning: Tuning, tokens: int, element_bytes: int) -> int:
-    """What one decoder layer keeps for its backward pass, without recomputation.
-
-    Per token: a lean norm keeps its input (e·h) and a scale (4); an eager one (Gemma and families unknown to
-    the engine's kernels) its fp32 input (4h), a scale and, if
-    its weight is trained, the normalised input (4h). Each linear layer whose weight or adapter is trained keeps its input.
-    Attention keeps q, k, v, its output and a log-sum-exp a head. The lean gated MLP keeps gate and up (2e·f); the eager
-    one silu(gate) and, for the down projection's own gradient, the product as well.
+def memory_terms(
+    card: ModelCard, recipe: Recipe, layout: Layout, dtype: str, cluster: Cluster, backend: str = "native"
+) -> list[MemoryTerm]:
+    """Predicted peak of the fullest device, term by term.
 
     Args:
-        tokens: of a micro-batch on one device.
-        element_bytes: of the compute dtype.
+        dtype: `float32` or `bfloat16`, of the computation.
+        backend: whose habits count; unknown names count as the embedded engine.
     """
-    h, f, e = card.hidden_size, card.ffn_size, element_bytes
-    q_size, kv_size = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
-    is_lora, eager_norm = isinstance(tuning, Lora), card.family not in LEAN_NORM_FAMILIES
-    norm_unit = (4 if is_lora else 8) if eager_norm else e
-    norms = card.num_norms_per_layer * (norm_unit * h + 4)
-    if card.qk_norm:
-        norms += norm_unit * (q_size + kv_size) + 4 * (card.num_heads + card.num_kv_heads)
-    attention = e * (2 * q_size + 2 * kv_size) + 4 * card.num_heads
-    lean_mlp = not is_lora and card.family in LEAN_MLP_FAMILIES
-    mlp = (2 if lean_mlp else 4) * e * f
-    # q, k, v share one input, gate and up another
-    inputs = 2 * h * e
-    adapters = 4 * NUM_TARGETS * tuning.rank if isinstance(tuning, Lora) else 0
-    if is_lora and e != 4:  # peft casts the input of each target to the adapter's fp32, a copy of its own
-        adapters += 4 * (5 * h + q_size + f) - e * (2 * h + f)
-    return tokens * (norms + inputs + attention + mlp + adapters)
+    stages = stage_terms(Setting(card, recipe, cluster, dtype, engine_of(backend)), layout)
+    return max(stages, key=lambda terms: sum(term.num_bytes for term in terms))
 
 
 def activation_bytes(card: ModelCard, recipe: Recipe, layout: Layout, element_bytes: int) -> tuple[int, str]:
-    """Saved activations of a micro-batch at the end of its forward pass, with their formula."""
-    tokens = layout.micro_size * recipe.data.seq_len
-    layer = layer_saved_bytes(card, recipe.tuning, tokens, element_bytes)
-    tail = tokens * card.hidden_size * (4 + 2 * element_bytes)
-    if layout.recompute == "full":
-        kept = tokens * card.hidden_size * element_bytes * card.num_layers
-        return kept + layer + tail, "t·e·h·L (inputs of layers) + one layer + last norm"
-    return card.num_layers * layer + tail, "L × one layer's saved tensors + last norm"
+    """Saved activations of the embedded engine's fullest stage at the end of a forward pass, with their formula."""
+    from ascendfactory.core.plan import Device
+
+    device = Device(
+        name="cpu", title="cpu", kind="cpu", memory_bytes=0, peak_bf16_flops=1, peak_fp32_flops=1, memory_bandwidth_bytes_s=1,
+        devices_per_node=1, intra_node_bytes_s=1, inter_node_bytes_s=1,
+    )  # fmt: skip
+    cluster = Cluster(device=device, nodes=1, nproc=layout.num_devices)
+    dtype = "bfloat16" if element_bytes == 2 else "float32"
+    setting = Setting(card, recipe, cluster, dtype, engine_of("native"))
+    held = _price(setting, grid_of([layout]), stages_of(card, layout.pp, layout.vpp))["activations"]
+    return int(held.max()), FORMULAS["activations"]
 
 
-def memory_terms(card: ModelCard, recipe: Recipe, layout: Layout, dtype: str, cluster: Cluster) -> list[MemoryTerm]:
-    """Predicted peak of a device, term by term.
-
-    Args:
-        dtype: `float32` or `bfloat16`, of the computation; masters, gradients and moments are fp32.
-    """
-    e = 2 if dtype == "bfloat16" else 4
-    trained = trainable_params(card, recipe.tuning)
-    frozen = card.num_params if isinstance(recipe.tuning, Lora) else 0
-    shard = layout.shard
-    grads_shard = 1 if layout.zero == 1 and layout.num_micro > 1 else shard
-    activation, formula = activation_bytes(card, recipe, layout, e)
-    terms = [
-        MemoryTerm(name="weights", num_bytes=(4 * trained + e * frozen) // shard, formula="(4·T + e·frozen) / n"),
-        MemoryTerm(name="gradients", num_bytes=4 * trained // grads_shard, formula="4·T / n" if grads_shard > 1 else "4·T"),
-        MemoryTerm(name="moments", num_bytes=8 * trained // shard, formula="8·T / n"),
-        MemoryTerm(name="gathered weights", num_bytes=_gathered_bytes(card, layout, e, shard), formula=_GATHERED[layout.zero]),
-        MemoryTerm(name="activations", num_bytes=activation, formula=formula),
-        MemoryTerm(
-            name="logits",
-            num_bytes=2 * HEAD_CHUNK_BYTES + (0 if isinstance(recipe.tuning, Lora) else 4 * card.vocab_size * card.hidden_size),
-            formula="2 fp32 chunks + 4·V·h (the head's gradient on its way)",
-        ),
-        MemoryTerm(name="runtime", num_bytes=RUNTIME_BYTES[cluster.device.kind], formula="interpreter, libraries, device context"),
+def stage_terms(setting: Setting, layout: Layout) -> list[list[MemoryTerm]]:
+    """The terms of every pipeline stage."""
+    priced = _price(setting, grid_of([layout]), stages_of(setting.card, layout.pp, layout.vpp))
+    return [
+        [MemoryTerm(name=name, num_bytes=int(column[0, s]), formula=FORMULAS[name]) for name, column in priced.items() if column[0, s]]
+        for s in range(layout.pp)
     ]
-    return [term for term in terms if term.num_bytes]
 
 
-_GATHERED = {1: "e·P", 2: "e·P", 3: "e × (2 largest layers + embedding + head)"}
+def peak_bytes(setting: Setting, grid: Grid) -> Ints:
+    """Predicted peak of the fullest device of each layout [N]."""
+    peaks = np.zeros(len(grid), np.int64)
+    for pp, vpp in sorted({(int(p), int(v)) for p, v in zip(grid.pp, grid.vpp, strict=True)}):
+        index = np.flatnonzero((grid.pp == pp) & (grid.vpp == vpp))
+        priced = _price(setting, grid.take(index), stages_of(setting.card, pp, vpp))
+        peaks[index] = sum(priced.values()).max(axis=1)  # type: ignore[union-attr]
+    return peaks
 
 
-def _gathered_bytes(card: ModelCard, layout: Layout, element_bytes: int, shard: int) -> int:
-    """Weights that FSDP holds whole beside its shards."""
-    if shard == 1 and element_bytes == 4:
-        return 0
-    if layout.zero < 3:
-        return element_bytes * card.num_params
-    layers = sorted((sum(w.num_params for w in layer_shapes(card, i)) for i in range(card.num_layers)), reverse=True)
-    root = card.vocab_size * card.hidden_size * (1 if card.tied_embeddings else 2)
-    return element_bytes * (sum(layers[:2]) + root)
+def _price(setting: Setting, grid: Grid, stages: Stages) -> dict[str, Ints]:
+    """Terms [N, S] of layouts that share pp and vpp."""
+    wide = Columns(setting, grid, stages)
+    terms = dict(_states(wide))
+    terms["activations"] = _activations(wide)
+    terms["vision"] = _vision(wide)
+    terms["logits"] = _logits(wide)
+    terms["buffers"] = _buffers(wide)
+    reserve = (setting.engine.reserve or RUNTIME_BYTES)[setting.cluster.device.kind]
+    terms["runtime"] = np.full_like(terms["activations"], reserve)
+    return terms
+
+
+class Columns:
+    """The quantities that several terms need, as [N, 1] (layouts) or [N, S] (stages of layouts)."""
+
+    def __init__(self, setting: Setting, grid: Grid, stages: Stages) -> None:
+        self.setting, self.stages, self.engine = setting, stages, setting.engine
+        self.grid = grid
+        self.e = setting.element_bytes
+        as_column: Callable[[Ints], Ints] = lambda a: a[:, None]  # noqa: E731
+        self.tp, self.ep, self.shard = as_column(grid.tp), as_column(grid.ep), as_column(grid.shard)
+        self.zero, self.num_micro = as_column(grid.zero), as_column(grid.num_micro)
+        self.sequence_split = np.where(as_column(grid.sp) == 1, self.tp, 1)
+        self.tokens = -(-as_column(grid.micro_size) * setting.row_tokens // as_column(grid.cp))
+        self.expert_shard = np.maximum(1, self.shard * self.tp // self.ep)
+        # parameters of a stage on one rank of the tp and ep groups; a tied head's copy counts in every stage that has one
+        self.dense = (stages.split + stages.embedding + stages.head) // self.tp + stages.whole
+        self.expert = stages.expert // self.ep
+        self.layers = stages.layers
+
+    @property
+    def weights_sharded(self) -> Ints:
+        """Whether the weights at rest are shards [N, 1]."""
+        return (self.zero == 3) | (not self.engine.keeps_copy and self.engine.weight_bytes == 0)
+
+    def over(self, dense: Ints, expert: Ints, sharded: Ints | bool) -> Ints:
+        """Bytes after sharding by data parallelism: dense parts over n, experts over their own mesh."""
+        if self.setting.card.moe is None:
+            return np.where(sharded, dense // self.shard, dense)
+        return np.where(sharded, dense // self.shard + expert // self.expert_shard, dense + expert)
+
+    def trained(self) -> tuple[Ints, Ints]:
+        """Trained parameters of a stage: dense ones and experts."""
+        tuning = self.setting.recipe.tuning
+        if not isinstance(tuning, Lora):
+            return self.dense, np.broadcast_to(self.expert, self.dense.shape)
+        adapters = lora_params(self.setting.card, tuning) * self.layers // max(1, self.setting.card.num_layers)
+        return np.broadcast_to(adapters, self.dense.shape), np.zeros_like(self.dense)
+
+    def frozen(self) -> tuple[Ints, Ints]:
+        """Frozen parameters of a stage."""
+        if isinstance(self.setting.recipe.tuning, Lora):
+            return self.dense, np.broadcast_to(self.expert, self.dense.shape)
+        return np.zeros_like(self.dense), np.zeros_like(self.dense)
+
+
+def _states(c: Columns) -> dict[str, Ints]:
+    """Weights, masters, gradients, moments, gathered copies and the other models of a run."""
+    engine, grid = c.engine, c.grid
+    (trained, trained_expert), (frozen, frozen_expert) = c.trained(), c.frozen()
+    has_copy = engine.weight_bytes and c.e == 2
+    weight = engine.weight_bytes if has_copy else 4  # without a copy the fp32 masters are the weights
+    at_rest = c.weights_sharded
+    weights = c.over(weight * trained + c.e * frozen, weight * trained_expert + c.e * frozen_expert, at_rest)
+    on_device = 1 - grid.offload_optimizer[:, None]
+    master = (engine.master_bytes - np.where(grid.reuse_params[:, None] == 1, 2, 0)) * on_device if has_copy else 0 * on_device
+    moment = np.where(grid.optim_dtype[:, None] == 1, 4, 8) * on_device
+    grad_bytes = engine.grad_bytes if c.e == 2 else 4
+    whole_grads = (c.zero == 1) & ((c.num_micro > 1) | engine.keeps_copy)
+    terms = {
+        "weights": weights,
+        "masters": c.over(master * trained, master * trained_expert, True),
+        "gradients": c.over(grad_bytes * trained, grad_bytes * trained_expert, ~whole_grads),
+        "moments": c.over(moment * trained, moment * trained_expert, True),
+        "gathered weights": _gathered(c),
+    }
+    other = c.over(c.e * c.dense, c.e * c.expert, at_rest)
+    objective, is_lora = c.setting.recipe.objective, isinstance(c.setting.recipe.tuning, Lora)
+    if isinstance(objective, Dpo | Grpo | Ppo) and not is_lora:  # under LoRA the base without adapters is the reference
+        terms["reference"] = other
+    if isinstance(objective, Ppo):
+        terms["critic"] = terms["weights"] + terms["masters"] + terms["gradients"] + terms["moments"]
+    return terms
+
+
+def _gathered(c: Columns) -> Ints:
+    """Whole weights that FSDP or ZeRO-3 holds beside the shards while they are used."""
+    stages = c.stages
+    root = (stages.embedding * (1 if c.setting.card.vision is None else 1) + _head_weights(c)) // c.tp
+    layers = 2 * (stages.largest_layer // c.tp) if stages.layers.max() > 1 else stages.largest_layer // c.tp
+    lean = c.e * (layers + root) + np.where(c.expert_shard > 1, 2 * c.e * stages.largest_expert // c.ep, 0)
+    whole = c.e * (c.dense + c.expert)
+    if c.engine.keeps_copy:
+        return np.zeros_like(c.dense)
+    if c.engine.weight_bytes and c.e == 2:  # a copy at rest: gathered only where it is sharded
+        return np.where((c.zero == 3) & (c.shard > 1), lean, 0)
+    # a stage of a pipeline keeps its weights from the first micro-batch to the last
+    gathered = np.where((c.zero == 3) & (c.grid.pp[:, None] == 1), lean, whole)
+    return np.where((c.shard == 1) & (c.e == 4), 0, gathered)
+
+
+def _head_weights(c: Columns) -> Ints:
+    """The head without the last norm."""
+    return np.where(c.stages.head > c.setting.card.hidden_size, c.stages.head - c.setting.card.hidden_size, 0)
+
+
+def _in_flight(c: Columns) -> Ints:
+    """Micro-batches x vpp whose activations a stage holds at its peak, in chunks of 1 / vpp of its layers.
+
+    GPipe: all; 1F1B: pp - stage; interleaved: 2·(pp - stage - 1) + (vpp - 1)·pp + 1 chunks (arXiv:2104.04473, section 2.2).
+    """
+    grid, pp = c.grid, len(c.layers)
+    stage, vpp = np.arange(pp)[None, :], grid.vpp[:, None]
+    schedule = grid.schedule[:, None]
+    most = c.num_micro * vpp
+    chunks = np.where(schedule == SCHEDULES.index("gpipe"), most, (pp - stage) * vpp)
+    chunks = np.where(schedule == SCHEDULES.index("interleaved"), 2 * (pp - stage - 1) + (vpp - 1) * pp + 1, chunks)
+    return np.minimum(most, chunks) if pp > 1 else np.broadcast_to(vpp, (len(grid), 1))
+
+
+def _activations(c: Columns) -> Ints:
+    setting, grid, stages = c.setting, c.grid, c.stages
+    tuning, hidden = setting.recipe.tuning, setting.card.hidden_size
+    per_layer: dict[tuple[int, bool], Ints] = {}
+    kinds = [flag for flag, layers in ((False, stages.dense_layers), (True, stages.moe_layers)) if layers.any()]
+    for mode in {0, *(int(m) for m in np.unique(grid.recompute))}:
+        for is_moe in kinds:
+            per_layer[mode, is_moe] = _layer_on_device(c, RECOMPUTES[mode], is_moe)
+    mode_column = grid.recompute[:, None]
+    limit = np.where(grid.recompute_layers[:, None] > 0, grid.recompute_layers[:, None], c.layers)
+    limit = np.minimum(limit, c.layers)
+    dense_done = np.minimum(stages.dense_layers, limit)
+    done = {False: dense_done, True: np.minimum(stages.moe_layers, limit - dense_done)}
+    counts = {False: stages.dense_layers, True: stages.moe_layers}
+    kept = np.zeros((len(grid), len(c.layers)), np.int64)
+    largest = np.zeros((len(grid), 1), np.int64)
+    for is_moe in kinds:
+        plain = per_layer[0, is_moe]
+        largest = np.maximum(largest, plain)
+        for mode in {int(m) for m in np.unique(grid.recompute)}:
+            layers = done[is_moe] * per_layer[mode, is_moe] + (counts[is_moe] - done[is_moe]) * plain
+            kept += np.where(mode_column == mode, layers, 0)
+    held = kept * _in_flight(c) // grid.vpp[:, None]
+    held = np.where(grid.offload_activations[:, None] == 1, np.minimum(held, 2 * largest), held)
+    is_last = np.arange(len(c.layers)) == len(c.layers) - 1
+    tail = is_last * (c.tokens * hidden * (4 + 2 * c.e) // c.sequence_split)
+    replayed = np.where(mode_column > 0, largest, 0)
+    total = held + replayed + tail
+    return total + (total * setting.engine.overhead).astype(np.int64)
+
+
+def _layer_on_device(c: Columns, recompute: str, is_moe: bool) -> Ints:
+    """Saved bytes of one layer of one micro-batch on a device [N, 1]."""
+    setting = c.setting
+    token = layer_bytes(setting.card, setting.recipe.tuning, c.e, c.engine, recompute, is_moe)
+    inputs = token.inputs if c.engine.gathered_inputs else -(-token.inputs // c.sequence_split)
+    routed = np.where(c.ep > 1, int(IMBALANCE * token.routed), token.routed) // c.tp  # tokens of a tp group are dispatched once
+    return c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + routed)
+
+
+def _vision(c: Columns) -> Ints:
+    vision = c.setting.card.vision
+    none = np.zeros((len(c.grid), len(c.layers)), np.int64)
+    if vision is None:
+        return none
+    patches = c.tokens * 4 // VISION_SHARE
+    saved = c.e * (10 * vision.hidden_size + 2 * vision.ffn_size) // c.tp
+    full = patches * (c.e * vision.hidden_size * vision.num_layers + saved)
+    none[:, :1] = np.where(c.grid.recompute[:, None] == RECOMPUTES.index("full"), full, patches * saved * vision.num_layers)
+    return none
+
+
+def _logits(c: Columns) -> Ints:
+    """The last stage's: chunks, or logits of the whole micro-batch in the copies that a loss makes."""
+    card, is_lora = c.setting.card, isinstance(c.setting.recipe.tuning, Lora)
+    is_last = np.arange(len(c.layers)) == len(c.layers) - 1
+    if c.engine.logit_bytes == 0:
+        head = 0 if is_lora else 4 * card.vocab_size * card.hidden_size // c.tp
+        return is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens)
+    return is_last * (c.tokens * card.vocab_size * c.engine.logit_bytes // c.tp)
+
+
+def _buffers(c: Columns) -> Ints:
+    grid = c.grid
+    axes = sum((a > 1).astype(np.int64) for a in (grid.tp, grid.pp, grid.cp, grid.ep))
+    fixed = np.where(grid.num_devices > 1, c.engine.buffer_bytes, 0) + grid.offload_optimizer * UPDATE_BYTES
+    column = (fixed + axes * CHANNEL_BYTES[c.setting.cluster.device.kind])[:, None]
+    return np.broadcast_to(column, (len(grid), len(c.layers)))

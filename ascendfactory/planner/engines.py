@@ -1,0 +1,76 @@
+"""How training engines keep weights, gradients, optimizer state and activations: the differences that memory and time depend on.
+
+`native` is the embedded engine (FSDP2). `llamafactory` is DeepSpeed ZeRO under transformers. The MindSpeed engines and
+`megatron` follow Megatron-Core. `torchtitan` and `megatron` are there to be compared with published tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ascendfactory.planner.grid import RECOMPUTES
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine's habits. Bytes are per parameter of what is trained unless said otherwise."""
+
+    name: str
+    weight_bytes: int  # kept for a parameter besides the optimizer's master, in a 2-byte run
+    grad_bytes: int  # kept for a gradient
+    master_bytes: int  # fp32 master in the optimizer
+    keeps_copy: bool  # the computing copy is kept whole between steps (Megatron), or gathered from the shards (FSDP, ZeRO-3)
+    zeros: tuple[int, ...]  # what data parallelism can shard
+    logit_bytes: int  # of a token and a word: all copies of the logits that the loss makes; 0 = in chunks
+    mlp_units: int  # tensors of the feed-forward size that a gated MLP keeps: 2 gate and up, 3 + product, 4 + silu(gate)
+    eager_norm: bool  # norms keep fp32 copies
+    gathered_inputs: bool  # under tp the inputs of column-parallel layers are kept whole
+    degrees: frozenset[str]  # layout degrees that may exceed 1
+    recomputes: tuple[str, ...] = RECOMPUTES
+    overlap: float = 0.8  # share of the data-parallel communication that hides behind compute
+    buffer_bytes: int = 0  # buckets and other fixed buffers
+    reserve: dict[str, int] | None = None  # runtime by device kind; None: that of the embedded engine
+    overhead: float = 0.0  # share of the activations that the caching allocator loses
+    nodes: bool = True  # runs on several machines
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Bytes of all copies of one trained parameter on one device that shards nothing."""
+        return (self.weight_bytes if element_bytes == 2 else 0) + self.grad_bytes + self.master_bytes + 8
+
+
+_MEGATRON_DEGREES = frozenset({"dp", "tp", "pp", "vpp", "ring", "ulysses", "ep"})
+
+NATIVE = Engine(
+    "native", weight_bytes=0, grad_bytes=4, master_bytes=4, keeps_copy=False, zeros=(1, 2, 3), logit_bytes=0, mlp_units=2,
+    eager_norm=False, gathered_inputs=True, degrees=frozenset({"dp", "replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep"}),
+)
+MEGATRON = Engine(
+    "megatron", weight_bytes=2, grad_bytes=4, master_bytes=4, keeps_copy=True, zeros=(1,), logit_bytes=10, mlp_units=3,
+    eager_norm=False, gathered_inputs=False, degrees=_MEGATRON_DEGREES, buffer_bytes=GIB // 2,
+)
+TORCHTITAN = Engine(
+    "torchtitan", weight_bytes=0, grad_bytes=4, master_bytes=4, keeps_copy=False, zeros=(2, 3), logit_bytes=14, mlp_units=3,
+    eager_norm=True, gathered_inputs=True, degrees=NATIVE.degrees,
+)
+LLAMAFACTORY = Engine(
+    "llamafactory", weight_bytes=2, grad_bytes=2, master_bytes=4, keeps_copy=False, zeros=(2, 3), logit_bytes=14, mlp_units=4,
+    eager_norm=True, gathered_inputs=True, degrees=frozenset({"dp"}), recomputes=("none", "full"), overlap=0.5, buffer_bytes=GIB,
+)
+
+ENGINES: dict[str, Engine] = {
+    "native": NATIVE,
+    "llamafactory": LLAMAFACTORY,
+    "mindspeed_llm": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_llm"}),
+    "mindspeed_mm": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_mm"}),
+    "mindspeed_rl": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_rl"}),
+    "verl": Engine(**{**NATIVE.__dict__, "name": "verl", "logit_bytes": 14, "zeros": (3,), "degrees": frozenset({"dp", "ulysses"}), "mlp_units": 3}),
+    "megatron": MEGATRON,
+    "torchtitan": TORCHTITAN,
+}
+
+
+def engine_of(name: str) -> Engine:
+    """The engine of that name; one that is not known is taken to behave as the embedded engine."""
+    return ENGINES.get(name, NATIVE)

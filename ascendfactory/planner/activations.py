@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ascendfactory.core.plan import ModelCard
 from ascendfactory.core.recipe import Lora, Tuning
-from ascendfactory.planner.adapters import FUSED_MLP_FAMILIES, NUM_TARGETS
+from ascendfactory.planner.adapters import FUSED_MLP_FAMILIES, FUSED_QKV_FAMILIES, NUM_TARGETS
 from ascendfactory.planner.engines import Engine
 
 LEAN_MLP_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # those that engine/kernels.py knows
@@ -111,6 +111,8 @@ def _attention_bytes(card: ModelCard, element_bytes: int) -> tuple[int, int]:
     """q, k, v and the output; the fp32 log-sum-exp of each head. MLA's keys are expanded to all heads."""
     q_size, v_size, out_size = _attention_sizes(card)
     k_size = q_size if card.mla else v_size
+    if card.family in FUSED_QKV_FAMILIES:
+        out_size += q_size + k_size  # v is a view of the one product, which stays whole beside the rotated q and k
     return element_bytes * (q_size + k_size + v_size + out_size), 4 * card.num_heads
 
 

@@ -7,6 +7,7 @@ from ascendfactory.core.plan import ModelCard
 from ascendfactory.core.recipe import Lora, Tuning
 
 FUSED_MLP_FAMILIES = frozenset({"glm", "glm4", "phi3"})  # gate and up are one linear layer, gate_up_proj
+FUSED_QKV_FAMILIES = frozenset({"phi3"})  # q, k and v are one linear layer, qkv_proj
 NUM_TARGETS = 7  # adapted linear layers of a decoder layer: q, k, v, o, gate, up, down
 TARGETS = {
     **{"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
@@ -36,7 +37,7 @@ def _fused_target(card: ModelCard, role: str) -> str | None:
     """The linear layer that holds a projection together with its neighbours, where a family has one."""
     if card.family in FUSED_MLP_FAMILIES and role in ("mlp_gate", "mlp_up"):
         return "gate_up_proj"
-    return "qkv_proj" if card.family == "phi3" and role in ("q", "k", "v") else None
+    return "qkv_proj" if card.family in FUSED_QKV_FAMILIES and role in ("q", "k", "v") else None
 
 
 def trainable_params(card: ModelCard, tuning: Tuning) -> int:

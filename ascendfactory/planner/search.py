@@ -1,55 +1,109 @@
-"""From a recipe to a plan: layout, micro-batch and recomputation that fit, the cheapest first."""
+"""From a recipe to a plan: every legal layout that fits, ranked by predicted time, on each back end that accepts the recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from ascendfactory.core.plan import Backend, Cluster, Layout, MemoryTerm, ModelCard, NoPlan, Plan, Refusal
-from ascendfactory.core.recipe import Lora, Recipe, Tuning
-from ascendfactory.planner.memory import GIB, memory_terms
-from ascendfactory.planner.rules import illegal
+import numpy as np
 
-USABLE = 0.92  # share of a device's memory that is planned with; the rest is for fragmentation
-ROOMIER = "memory.roomier"  # refused only because a leaner layout follows
-ENOUGH_TOKENS = {"cpu": 2048, "cuda": 16384, "npu": 16384}  # of a micro-batch; more no longer makes the GEMMs faster
+from ascendfactory.core.plan import Choice, Cluster, Layout, ModelCard, NoPlan, Plan, Refusal
+from ascendfactory.core.recipe import Dapo, Grpo, Ppo, Recipe
+from ascendfactory.planner.advice import ROOMIER, USABLE, reasons, room_bytes, too_big
+from ascendfactory.planner.calibrate import Factor, factor_of
+from ascendfactory.planner.engines import engine_of
+from ascendfactory.planner.grid import Floats, Grid, Ints
+from ascendfactory.planner.memory import Setting, peak_bytes, stage_terms
+from ascendfactory.planner.placement import place
+from ascendfactory.planner.rules import illegal, legal
+from ascendfactory.planner.space import ENOUGH_TOKENS, freedom, space
+from ascendfactory.planner.time import modelled_seconds, predict, step_seconds
+
+__all__ = ["ENOUGH_TOKENS", "ROOMIER", "USABLE", "Ranked", "choose_dtype", "make_plan", "rank"]
+
+NUM_ALTERNATIVES = 5
+NUM_ASKED = 200  # layouts that a back end is asked about, the fastest first
+SAME_SPEED = 0.002  # relative differences of predicted time below this are none
 
 
-def make_plan(recipe: Recipe, card: ModelCard, cluster: Cluster, backends: Mapping[str, Backend], run_dir: str) -> Plan:
-    """The first layout that is legal, accepted by a back end and fits.
+class Judge(Protocol):
+    """The part of a back end that planning needs."""
 
-    Order of preference: no recomputation before recomputation (it costs a third of the compute), then larger micro-batches.
+    def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
+        """Why the recipe cannot run under this layout; empty if it can."""
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The legal, fitting layouts of one back end, the fastest first; and all that were weighed."""
+
+    backend: str
+    setting: Setting
+    factor: Factor
+    grid: Grid
+    peaks: Ints
+    seconds: Floats
+    num_weighed: int
+    leanest: Layout | None  # of the legal ones, or of all where none is legal
+
+
+def make_plan(
+    recipe: Recipe, card: ModelCard, cluster: Cluster, backends: Mapping[str, Judge], run_dir: str, num_alternatives: int = NUM_ALTERNATIVES
+) -> Plan:
+    """The layout with the shortest predicted step, of those that are legal, fit and are accepted by a back end.
 
     Args:
         cluster: the devices at hand; `memory_bytes` is what a device has free.
-        backends: name → back end, asked in order if the recipe says `auto`.
+        backends: name → back end; all are weighed if the recipe says `auto`.
+        num_alternatives: how many of the next best the plan tells.
 
     Raises:
         NoPlan: with every reason and what would mend it.
     """
-    dtype = choose_dtype(recipe, cluster)
     names = list(backends) if recipe.backend == "auto" else [recipe.backend]
+    found: list[tuple[Ranked, list[int]]] = []
     refusals: list[Refusal] = []
-    for layout in candidates(recipe, cluster):
-        terms = memory_terms(card, recipe, layout, dtype, cluster)
-        for name in names:
-            refused = _unknown_backend(name) if name not in backends else backends[name].refuse(recipe, card, layout)
-            refused = [*refused, *illegal(recipe, card, cluster, layout), *_too_big(recipe, card, layout, cluster, terms, dtype)]
-            if not refused:
-                return Plan(
-                    recipe=recipe,
-                    card=card,
-                    backend=name,
-                    cluster=cluster,
-                    layout=layout,
-                    dtype=dtype,
-                    run_dir=run_dir,
-                    memory=terms,
-                    why=_reasons(recipe, layout, cluster, dtype, name),
-                )
-            refusals += [r for r in refused if r.code not in {known.code for known in refusals}]
-    # what leaner layouts were tried for is no reason by itself
-    raise NoPlan([refusal for refusal in refusals if refusal.code != ROOMIER])
+    for name in names:
+        if name not in backends:
+            refusals += _unknown_backend(name)
+            continue
+        ranked = rank(recipe, card, cluster, name, backends[name])
+        accepted = _accepted(ranked, backends[name], num_alternatives + 1)
+        if accepted:
+            found.append((ranked, accepted))
+        else:
+            refusals += _why_not(recipe, card, cluster, ranked, backends[name])
+    if not found:
+        raise NoPlan(_once(refusals))
+    found.sort(key=lambda pair: float(pair[0].seconds[pair[1][0]]))
+    return _plan(recipe, card, cluster, run_dir, found, _once(refusals), num_alternatives)
+
+
+def rank(recipe: Recipe, card: ModelCard, cluster: Cluster, name: str, judge: Judge) -> Ranked:
+    """All layouts of one back end that are legal and fit, the fastest first; equals in time: larger micro-batches, fewer cuts."""
+    setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(name))
+    weighed = space(recipe, card, cluster, freedom(partial(judge.refuse, recipe, card), cluster))
+    good = legal(recipe, card, cluster, weighed)
+    grid = weighed.take(good)
+    peaks = peak_bytes(setting, grid)
+    fits = peaks <= room_bytes(cluster)
+    pool = grid if len(grid) else weighed
+    leanest = pool.row(int(peaks.argmin()) if len(grid) else len(weighed) - 1)
+    grid, peaks = grid.take(fits), peaks[fits]
+    factor = factor_of(setting, modelled_seconds) if len(grid) else Factor()
+    seconds = step_seconds(setting, grid, factor)
+    order = _order(grid, seconds)
+    return Ranked(name, setting, factor, grid.take(order), peaks[order], seconds[order], len(weighed), leanest)
+
+
+def _order(grid: Grid, seconds: Floats) -> Ints:
+    if not len(grid):
+        return np.zeros(0, np.int64)
+    coarse = np.round(np.log(seconds) / SAME_SPEED)
+    cuts = np.log2(grid.tp) + 2 * np.log2(grid.pp) + np.log2(grid.cp) + np.log2(grid.ep) + np.log2(grid.vpp)
+    return np.lexsort((-grid.zero, grid.recompute, cuts, -grid.micro_size, coarse))
 
 
 def choose_dtype(recipe: Recipe, cluster: Cluster) -> str:
@@ -59,92 +113,72 @@ def choose_dtype(recipe: Recipe, cluster: Cluster) -> str:
     return "bfloat16" if cluster.device.has_bf16 else "float32"
 
 
-def candidates(recipe: Recipe, cluster: Cluster) -> Iterator[Layout]:
-    """Layouts in order of preference. An illegal one may be among them; the rules say why."""
-    spec = recipe.layout
-    model_devices = spec.tp * spec.pp * spec.ring * spec.ulysses
-    dp = max(1, cluster.num_devices // model_devices) if spec.dp == "auto" else spec.dp
-    rows = max(1, recipe.batch.global_size // dp)
-    recomputes = ("none", "full") if spec.recompute == "auto" else (spec.recompute,)
-    for recompute in recomputes:
-        for micro in _micro_sizes(recipe, rows, cluster):
-            yield Layout(
-                dp=dp,
-                replicate=spec.replicate,
-                zero=spec.zero,
-                tp=spec.tp,
-                pp=spec.pp,
-                vpp=spec.vpp,
-                ring=spec.ring,
-                ulysses=spec.ulysses,
-                ep=spec.ep,
-                recompute=recompute,
-                micro_size=micro,
-                num_micro=max(1, rows // micro),
-            )
+def _accepted(ranked: Ranked, judge: Judge, wanted: int) -> list[int]:
+    """Places of the fastest layouts that the back end takes, each with other degrees than those before."""
+    taken: list[int] = []
+    seen: set[tuple[object, ...]] = set()
+    for i in range(min(len(ranked.grid), NUM_ASKED)):
+        layout = ranked.grid.row(i)
+        key = (layout.dp, layout.tp, layout.pp, layout.vpp, layout.ring, layout.ulysses, layout.ep, layout.zero, layout.recompute)
+        if key in seen:
+            continue
+        if not judge.refuse(ranked.setting.recipe, ranked.setting.card, layout):
+            seen.add(key)
+            taken.append(i)
+            if len(taken) == wanted:
+                break
+    return taken
 
 
-def _micro_sizes(recipe: Recipe, rows: int, cluster: Cluster) -> list[int]:
-    """Divisors of a device's rows, from the largest that is worth it down to 1."""
-    if recipe.batch.micro_size != "auto":
-        return [recipe.batch.micro_size]
-    most = max(1, ENOUGH_TOKENS[cluster.device.kind] // recipe.data.seq_len)
-    return [m for m in range(min(most, rows), 0, -1) if rows % m == 0]
+def _why_not(recipe: Recipe, card: ModelCard, cluster: Cluster, ranked: Ranked, judge: Judge) -> list[Refusal]:
+    """What stands in the way of the layout that comes closest."""
+    assert ranked.leanest is not None
+    layout = ranked.leanest
+    broken = illegal(recipe, card, cluster, layout)
+    # bytes of a layout that cannot exist mean nothing
+    full = [] if broken or len(ranked.grid) else too_big(ranked.setting, layout, judge)
+    return [*judge.refuse(recipe, card, layout), *broken, *full]
 
 
-def _too_big(recipe: Recipe, card: ModelCard, layout: Layout, cluster: Cluster, terms: list[MemoryTerm], dtype: str) -> list[Refusal]:
-    need, room = sum(term.num_bytes for term in terms), _room_bytes(cluster)
-    if need <= room:
-        return []
-    en = f"needs {need / GIB:.1f} GiB a device, {room / GIB:.1f} can be used"
-    zh = f"每个设备需要 {need / GIB:.1f} GiB,可用 {room / GIB:.1f} GiB"
-    if not _is_leanest(recipe, layout):
-        return [Refusal(code=ROOMIER, where="layout", en=en, zh=zh)]
-    fix = _leaner_setting(recipe, card, layout, cluster, dtype)
-    words = ", ".join(f"{key}: {value}" for key, value in fix.items())
-    return [
-        Refusal(
-            code="memory",
-            where="cluster",
-            en=f"{en}, even at its leanest; " + (f"write {words}, or take more devices" if fix else "take more devices or a smaller model"),
-            zh=f"{zh}，即使以最省的方式;" + (f"请写 {words}，或增加设备" if fix else "请增加设备或换用更小的模型"),
-            fix=fix,
-        )
+def _plan(
+    recipe: Recipe,
+    card: ModelCard,
+    cluster: Cluster,
+    run_dir: str,
+    found: list[tuple[Ranked, list[int]]],
+    refused: list[Refusal],
+    num_alternatives: int,
+) -> Plan:
+    best, places = found[0]
+    layout = best.grid.row(places[0])
+    stages = stage_terms(best.setting, layout)
+    prediction = predict(best.setting, layout, best.factor)
+    choices = [
+        Choice(backend=r.backend, layout=r.grid.row(i), peak_bytes=int(r.peaks[i]), step_s=float(r.seconds[i])) for r, taken in found for i in taken
     ]
+    choices.sort(key=lambda choice: choice.step_s)
+    is_rl = isinstance(recipe.objective, Grpo | Dapo | Ppo)
+    return Plan(
+        recipe=recipe,
+        card=card,
+        backend=best.backend,
+        cluster=cluster,
+        layout=layout,
+        dtype="bfloat16" if best.setting.dtype == "bfloat16" else "float32",
+        run_dir=run_dir,
+        memory=max(stages, key=lambda terms: sum(term.num_bytes for term in terms)),
+        why=reasons(best.setting, layout, best.backend, best.num_weighed, len(best.grid)),
+        stages=stages,
+        prediction=prediction,
+        placement=place(best.setting, layout, prediction.step_s) if is_rl else None,
+        alternatives=[c for c in choices if (c.backend, c.layout) != (best.backend, layout)][:num_alternatives],
+        refused=refused,
+    )
 
 
-def _room_bytes(cluster: Cluster) -> int:
-    return int(cluster.device.memory_bytes * USABLE)
-
-
-def _leaner_setting(recipe: Recipe, card: ModelCard, layout: Layout, cluster: Cluster, dtype: str) -> dict[str, Any]:
-    """The mildest change with which the recipe fits: recomputation, micro-batch, shorter rows, LoRA; {} = none does."""
-    changes: dict[str, Any] = {}
-    if layout.recompute == "none":
-        changes["layout.recompute"] = "auto"
-        layout = layout.model_copy(update={"recompute": "full"})
-    if layout.micro_size > 1:
-        changes["batch.micro_size"] = "auto"
-        layout = layout.model_copy(update={"num_micro": layout.num_micro * layout.micro_size, "micro_size": 1})
-
-    def fits(tried: Recipe) -> bool:
-        return sum(term.num_bytes for term in memory_terms(card, tried, layout, dtype, cluster)) <= _room_bytes(cluster)
-
-    tunings: list[Tuning] = [recipe.tuning] if isinstance(recipe.tuning, Lora) else [recipe.tuning, Lora()]
-    for tuning in tunings:
-        seq_len = recipe.data.seq_len
-        while seq_len >= 8:
-            data = recipe.data.model_copy(update={"seq_len": seq_len})
-            if fits(recipe.model_copy(update={"tuning": tuning, "data": data})):
-                shorter = {"data.seq_len": seq_len} if seq_len < recipe.data.seq_len else {}
-                return changes | shorter | ({"tuning": "lora"} if tuning is not recipe.tuning else {})
-            seq_len //= 2
-    return {}
-
-
-def _is_leanest(recipe: Recipe, layout: Layout) -> bool:
-    smallest = layout.micro_size == 1 or recipe.batch.micro_size != "auto"
-    return smallest and (layout.recompute == "full" or recipe.layout.recompute != "auto")
+def _once(refusals: list[Refusal]) -> list[Refusal]:
+    """Each code once."""
+    return list({refusal.code: refusal for refusal in reversed(refusals)}.values())[::-1]
 
 
 def _unknown_backend(name: str) -> list[Refusal]:
@@ -153,25 +187,7 @@ def _unknown_backend(name: str) -> list[Refusal]:
             code="backend",
             where="backend",
             en=f"'{name}' cannot be launched by this release; write backend: native",
-            zh=f"本版本尚不能启动 '{name}';请写 backend: native",
+            zh=f"本版本尚不能启动 '{name}'；请写 backend: native",
             fix={"backend": "native"},
         )
     ]
-
-
-def _reasons(recipe: Recipe, layout: Layout, cluster: Cluster, dtype: str, backend: str) -> list[str]:
-    spec, device = recipe.layout, cluster.device
-    reasons = [f"backend {backend}: " + ("asked for" if recipe.backend != "auto" else "the first that accepts this recipe")]
-    if recipe.model.dtype == "auto":
-        reasons.append(f"dtype {dtype}: {device.name} has {'' if device.has_bf16 else 'no '}bfloat16 matrix units")
-    if spec.dp == "auto":
-        reasons.append(f"dp {layout.dp}: all {cluster.num_devices} device(s)")
-    if spec.recompute == "auto":
-        text = "everything fits without" if layout.recompute == "none" else "the activations do not fit otherwise; costs a third more compute"
-        reasons.append(f"recompute {layout.recompute}: {text}")
-    if recipe.batch.micro_size == "auto":
-        reasons.append(
-            f"micro-batch {layout.micro_size} x {layout.num_micro}: the most that fits, up to {ENOUGH_TOKENS[device.kind]} tokens, "
-            "beyond which matrix products gain nothing"
-        )
-    return reasons

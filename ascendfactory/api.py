@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from ascendfactory.core.load import load_recipe
-from ascendfactory.core.plan import Plan
+from ascendfactory.core.plan import NoPlan, Plan
 from ascendfactory.core.recipe import Recipe
 
 __all__ = ["load_recipe", "make_plan"]
 
 
-def make_plan(recipe: Recipe, run_dir: str | None = None) -> Plan:
-    """The plan of a recipe on the devices it names, with the card of its model and every back end of this release.
+def make_plan(recipe: Recipe, run_dir: str | None = None, *, launchable: bool = True, num_alternatives: int = 5) -> Plan:
+    """The plan of a recipe on the devices it names, with the card of its model.
 
     Args:
         recipe: from `load_recipe`.
         run_dir: where the run will go; by default the recipe's output.dir, or runs/<name>.
+        launchable: whether only back ends that this release launches count. Where none of them accepts the recipe,
+            `False` plans with the engines that are known but cannot be launched yet.
+        num_alternatives: how many of the next best layouts the plan tells.
 
     Raises:
         NoPlan: with every reason and what would mend it.
@@ -25,7 +28,20 @@ def make_plan(recipe: Recipe, run_dir: str | None = None) -> Plan:
     from ascendfactory.launch.devices import resolve_cluster
     from ascendfactory.launch.runs import run_dir_of
     from ascendfactory.planner import search
+    from ascendfactory.planner.priced import priced_engines
 
     card = find_card(recipe.model.path)
     cluster = resolve_cluster(recipe.cluster, find_device)
-    return search.make_plan(recipe, card, cluster, BACKENDS, run_dir or run_dir_of(recipe))
+    folder = run_dir or run_dir_of(recipe)
+    try:
+        return search.make_plan(recipe, card, cluster, BACKENDS, folder, num_alternatives)
+    except NoPlan as no:
+        others = {name: judge for name, judge in priced_engines().items() if name not in BACKENDS}
+        if launchable or recipe.backend in BACKENDS:
+            raise
+        try:
+            plan = search.make_plan(recipe, card, cluster, others, folder, num_alternatives)
+        except NoPlan as none:
+            close = [r for r in none.refusals if not r.code.endswith(".stage")]  # engines that train this model, but not so
+            raise NoPlan([*(r for r in no.refusals if r.code != "backend" or not close), *close]) from None
+        return plan.model_copy(update={"refused": [*no.refusals, *plan.refused]})

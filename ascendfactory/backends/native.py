@@ -117,6 +117,17 @@ def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
         for degree, (en, zh) in _UNIT_DEGREES.items()
         if getattr(layout, degree) > 1
     ]
+    refusals += [
+        Refusal(
+            code=f"native.{key}",
+            where=f"layout.{key}",
+            en=f"{en} is not yet in this release of the embedded engine; write {key}: {value}",
+            zh=f"本版本的内置引擎尚不支持{zh}；请写 {key}: {value}",
+            fix={f"layout.{key}": value},
+        )
+        for key, (on, en, zh, value) in _switches(layout).items()
+        if on
+    ]
     if recipe.cluster.nodes > 1:
         refusals.append(
             Refusal(
@@ -128,6 +139,20 @@ def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
             )
         )
     return refusals
+
+
+def _switches(layout: Layout) -> dict[str, tuple[bool, str, str, object]]:
+    """Settings that only have one value in this engine: whether another is set, its name, and the value to write."""
+    return {
+        "sp": (layout.sp, "sequence parallelism", "序列并行", "auto"),
+        "schedule": (layout.schedule != "1f1b", f"the pipeline schedule {layout.schedule}", f"流水线调度 {layout.schedule}", "auto"),
+        "recompute": (layout.recompute in ("norm", "selective"), f"recompute {layout.recompute}", f"重计算 {layout.recompute}", "auto"),
+        "recompute_layers": (layout.recompute_layers > 0, "recomputation of some layers only", "只重计算部分层", "auto"),
+        "offload_activations": (layout.offload_activations, "offloading of activations", "激活卸载", False),
+        "offload_optimizer": (layout.offload_optimizer, "offloading of the optimizer", "优化器卸载", False),
+        "optim_dtype": (layout.optim_dtype != "float32", "Adam with moments in bfloat16", "bfloat16 动量的 Adam", "float32"),
+        "reuse_params": (layout.reuse_params, "sharing of bf16 weights with their masters", "参数副本复用", False),
+    }
 
 
 def _refuse_tuning(recipe: Recipe, layout: Layout) -> list[Refusal]:

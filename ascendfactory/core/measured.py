@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from statistics import median
 
@@ -13,7 +12,6 @@ from ascendfactory.core.recipe import Recipe
 
 NUM_KEPT = 200  # newest runs kept
 NUM_WARMUP_STEPS = 2  # the first steps also compile, connect and fill caches
-CACHE_VARIABLE = "ASCENDFACTORY_CACHE"
 
 
 class Measurement(Fact):
@@ -53,16 +51,15 @@ def measure(plan: Plan, steps: list[StepMetrics]) -> Measurement | None:
     )
 
 
-def measured_path() -> Path:
-    """The file of measured runs: ~/.cache/ascendfactory/measured.jsonl, or in the folder that ASCENDFACTORY_CACHE names."""
-    folder = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "ascendfactory"
-    return Path(folder) / "measured.jsonl"
+def measured_path(run_dir: str | Path) -> Path:
+    """Where the runs beside a run folder keep what they measured: measured.jsonl in the folder above."""
+    return Path(run_dir).expanduser().parent / "measured.jsonl"
 
 
-def read_measurements(path: Path | None = None) -> list[Measurement]:
+def read_measurements(path: Path) -> list[Measurement]:
     """The measured runs, oldest first; lines of another version are passed over."""
     try:
-        lines = (path or measured_path()).read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     found = []
@@ -74,9 +71,8 @@ def read_measurements(path: Path | None = None) -> list[Measurement]:
     return found
 
 
-def add_measurement(row: Measurement, path: Path | None = None) -> None:
+def add_measurement(row: Measurement, file: Path) -> None:
     """Appends a run; a folder that cannot be written costs the measurement, not the run."""
-    file = path or measured_path()
     kept = [*read_measurements(file), row][-NUM_KEPT:]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -93,9 +93,7 @@ class Ppo(Section):
     kind: Literal["ppo"] = "ppo"
 
 
-Objective = Annotated[
-    Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")
-]
+Objective = Annotated[Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")]
 
 
 class Full(Section):
@@ -262,7 +260,9 @@ class LayoutSpec(Section):
     sp: bool | Literal["auto"] = Field("auto", description="sequence parallelism: norms are split over tp as well; auto = wherever tp > 1")
     pp: Degree = Field("auto", description="pipeline stages")
     vpp: Degree = Field("auto", description="virtual chunks a stage")
-    schedule: Schedule | Literal["auto"] = Field("auto", description="order of micro-batches in the pipeline; auto = interleaved where vpp > 1")
+    schedule: Schedule | Literal["auto"] = Field(
+        "auto", description="order of micro-batches in the pipeline; auto = interleaved where vpp > 1"
+    )
     ring: Degree = Field("auto", description="ring context-parallel degree")
     ulysses: Degree = Field("auto", description="Ulysses context-parallel degree")
     ep: Degree = Field("auto", description="expert-parallel degree; the experts' devices are a part of dp x ring x ulysses x tp")
@@ -293,7 +293,9 @@ class Output(Section):
 
     dir: str | None = Field(None, description="run folder; by default runs/<name of the recipe>")
     export: bool = Field(True, description="write a Hugging Face folder (or a peft adapter) at the end")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of exported weights; auto = the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="dtype of exported weights; auto = the model's own"
+    )
     log_every: PositiveInt = Field(1, description="steps between progress lines")
     eval_every: Annotated[Duration, BeforeValidator(_duration)] = Duration(amount=100, unit="steps")
     sample_prompts: list[str] = Field(default=[], description="questions answered before and after training, shown in the report")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ascendfactory.backends import BACKENDS
+from ascendfactory.core.measured import add_measurement, measure, measured_path
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan, StepMetrics
 from ascendfactory.launch.devices import check_present
@@ -38,8 +39,10 @@ def start(
     is_new = not Path(plan.run_dir).exists()
     folder = create_run(plan)
     code = launch(backend.render(plan), folder, read_step=backend.read_step, on_step=on_step, on_event=on_event)
-    if read_metrics(folder):
+    if steps := read_metrics(folder):
         write_report(folder)
+        if row := measure(plan, steps):  # the next prediction of this model here starts from it
+            add_measurement(row, measured_path(folder))
     elif is_new and code == USER_ERROR:
         shutil.rmtree(folder, ignore_errors=True)  # wrong input, said in one line: nothing of a run is left behind
     return code

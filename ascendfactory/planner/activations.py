@@ -56,7 +56,7 @@ def layer_bytes(card: ModelCard, tuning: Tuning, element_bytes: int, engine: Eng
             hidden=2 * e * h, inputs=0, split=e * (q_size + v_size + out_size + ffn) + lse, routed=e * (routed_ffn + routed_hidden)
         )
     lora = tuning if isinstance(tuning, Lora) else None
-    eager_norm = engine.eager_norm or card.family not in LEAN_NORM_FAMILIES and engine.name == "native"
+    eager_norm = engine.eager_norm or (card.family not in LEAN_NORM_FAMILIES and engine.name == "native")
     keep_norms = recompute != "norm"
     unit = (4 if lora else 8) if eager_norm and keep_norms else e
     hidden = card.num_norms_per_layer * (unit * h + 4)

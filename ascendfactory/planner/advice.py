@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
@@ -12,7 +13,6 @@ from ascendfactory.planner.space import ENOUGH_TOKENS
 
 USABLE = 0.92  # share of a device's memory that is planned with; the rest is for fragmentation
 SHORTEST_ROW_TOKENS = 256  # rows are not advised to be cut below this
-ROOMIER = "memory.roomier"  # refused only because a leaner layout follows
 MOST_DEVICES = 4096
 
 
@@ -33,8 +33,9 @@ def too_big(setting: Setting, layout: Layout, judge: Judge) -> list[Refusal]:
     need, room = _peak(setting, layout), room_bytes(setting.cluster)
     if need <= room:
         return []
-    en = f"needs {need / GIB:.1f} GiB a device, {room / GIB:.1f} can be used"
-    zh = f"每个设备需要 {need / GIB:.1f} GiB，可用 {room / GIB:.1f} GiB"
+    name = setting.engine.name
+    en = f"{name} needs {need / GIB:.1f} GiB a device, {room / GIB:.1f} can be used"
+    zh = f"{name} 在每个设备上需要 {need / GIB:.1f} GiB，可用 {room / GIB:.1f} GiB"
     fix = leaner_setting(setting, layout)
     words = ", ".join(f"{key}: {value}" for key, value in fix.items())
     ways = _ways(setting, layout, judge)
@@ -124,8 +125,14 @@ def _ways(setting: Setting, layout: Layout, judge: Judge) -> list[tuple[str, str
     return ways
 
 
-def reasons(setting: Setting, layout: Layout, backend: str, num_weighed: int, num_fit: int) -> list[str]:
-    """Why this layout, in sentences."""
+def reasons(
+    setting: Setting, layout: Layout, backend: str, num_weighed: int, num_fit: int, slower_without: Mapping[str, float | None]
+) -> list[str]:
+    """Why this layout, in sentences.
+
+    Args:
+        slower_without: degree above 1 → how much longer the best step without it is predicted to take; None: none without it fits.
+    """
     recipe, spec, device = setting.recipe, setting.recipe.layout, setting.cluster.device
     found = [f"backend {backend}: " + ("asked for" if recipe.backend != "auto" else "the fastest of those that accept this recipe")]
     found.append(f"layout: the shortest predicted step of {num_fit} that are legal and fit, of {num_weighed} weighed")
@@ -135,6 +142,9 @@ def reasons(setting: Setting, layout: Layout, backend: str, num_weighed: int, nu
         left = "all" if layout.dp == setting.cluster.num_devices else "what the other degrees leave of"
         found.append(f"dp {layout.dp}: {left} {setting.cluster.num_devices} device(s)")
     found += _costs(setting, layout)
+    for name, slower in slower_without.items():
+        words = "none that fits does without" if slower is None else f"the best without it takes {100 * slower:.1f} % longer"
+        found.append(f"{name} {getattr(layout, name)}: {words}")
     if recipe.batch.micro_size == "auto":
         found.append(
             f"micro-batch {layout.micro_size} x {layout.num_micro}: the most that fits, up to {ENOUGH_TOKENS[device.kind]} tokens, "
@@ -158,9 +168,6 @@ def _costs(setting: Setting, layout: Layout) -> list[str]:
             over = f"{need / GIB:.1f} GiB otherwise, of {room / GIB:.1f}" if need > room else "a larger micro-batch is worth it"
             part = f" in {layout.recompute_layers} layers of a stage" if layout.recompute_layers else ""
             found.append(f"recompute {layout.recompute}{part}: {over}; costs {_cost(layout)} more compute")
-    for name in ("tp", "pp", "ring", "ulysses", "ep"):
-        if getattr(layout, name) > 1 and getattr(setting.recipe.layout, name) == "auto":
-            found.append(f"{name} {getattr(layout, name)}: faster than every layout without it, or none without it fits")
     return found
 
 

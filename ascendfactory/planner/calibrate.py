@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field
 
 from ascendfactory.catalog.read import find_card, find_device
-from ascendfactory.core.measured import Measurement, read_measurements
+from ascendfactory.core.measured import Measurement
 from ascendfactory.core.plan import Cluster, Fact, Layout
 from ascendfactory.core.recipe import Batch, Data, Full, Lora, Model, Recipe, Source
 from ascendfactory.planner.engines import ENGINES, engine_of
@@ -32,7 +32,7 @@ NUM_OWN_RUNS = 5  # newest runs of the same model and tuning that count
 
 @dataclass(frozen=True)
 class Factor:
-    """`slowdown` multiplies the modelled step, `routing` the cost of sorting tokens for experts; the clock is expected within 1 +- `band`."""
+    """`slowdown` multiplies the modelled step, `routing` the cost of sorting tokens for experts; the clock is within 1 +- `band`."""
 
     slowdown: float = 1.0
     routing: float = 1.0
@@ -134,10 +134,9 @@ def leave_one_out(samples: Sequence[Sample]) -> list[float]:
     return ratios
 
 
-def factor_of(setting: Setting, timer: Timer, own_runs: Sequence[Measurement] | None = None) -> Factor:
+def factor_of(setting: Setting, timer: Timer, own_runs: Sequence[Measurement] = ()) -> Factor:
     """The factor for a setting: from the person's own runs of it, else from rows of the engine, else of engines like it."""
-    runs = read_measurements() if own_runs is None else own_runs
-    mine = [r for r in runs if _alike(r, setting)][-NUM_OWN_RUNS:]
+    mine = [r for r in own_runs if _alike(r, setting)][-NUM_OWN_RUNS:]
     kind = setting.cluster.device.kind
     by_engine = [row for row in rows() if row.backend == setting.engine.name and not row.held_out and find_device(row.device).kind == kind]
     base, what = (by_engine, "") if by_engine else (_borrowed(setting, kind), "of other engines ")
@@ -183,4 +182,3 @@ def _alike(run: Measurement, setting: Setting) -> bool:
 def _spread(ratios: Sequence[float]) -> float:
     """Root mean square of the logarithms."""
     return math.sqrt(sum(math.log(r) ** 2 for r in ratios) / len(ratios)) if ratios else 0.0
-

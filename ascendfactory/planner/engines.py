@@ -43,20 +43,60 @@ class Engine:
 _MEGATRON_DEGREES = frozenset({"dp", "tp", "pp", "vpp", "ring", "ulysses", "ep"})
 
 NATIVE = Engine(
-    "native", weight_bytes=0, grad_bytes=4, master_bytes=4, keeps_copy=False, zeros=(1, 2, 3), logit_bytes=0, mlp_units=2,
-    eager_norm=False, gathered_inputs=True, degrees=frozenset({"dp", "replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep"}),
+    "native",
+    weight_bytes=0,
+    grad_bytes=4,
+    master_bytes=4,
+    keeps_copy=False,
+    zeros=(1, 2, 3),
+    logit_bytes=0,
+    mlp_units=2,
+    eager_norm=False,
+    gathered_inputs=True,
+    degrees=frozenset({"dp", "replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep"}),
 )
 MEGATRON = Engine(
-    "megatron", weight_bytes=2, grad_bytes=4, master_bytes=4, keeps_copy=True, zeros=(1,), logit_bytes=10, mlp_units=3,
-    eager_norm=False, gathered_inputs=False, degrees=_MEGATRON_DEGREES, buffer_bytes=GIB // 2,
+    "megatron",
+    weight_bytes=2,
+    grad_bytes=4,
+    master_bytes=4,
+    keeps_copy=True,
+    zeros=(1,),
+    logit_bytes=10,
+    mlp_units=3,
+    eager_norm=False,
+    gathered_inputs=False,
+    degrees=_MEGATRON_DEGREES,
+    buffer_bytes=GIB // 2,
 )
 TORCHTITAN = Engine(
-    "torchtitan", weight_bytes=0, grad_bytes=4, master_bytes=4, keeps_copy=False, zeros=(2, 3), logit_bytes=14, mlp_units=3,
-    eager_norm=True, gathered_inputs=True, degrees=NATIVE.degrees,
+    "torchtitan",
+    weight_bytes=0,
+    grad_bytes=4,
+    master_bytes=4,
+    keeps_copy=False,
+    zeros=(2, 3),
+    logit_bytes=14,
+    mlp_units=3,
+    eager_norm=True,
+    gathered_inputs=True,
+    degrees=NATIVE.degrees,
 )
 LLAMAFACTORY = Engine(
-    "llamafactory", weight_bytes=2, grad_bytes=2, master_bytes=4, keeps_copy=False, zeros=(2, 3), logit_bytes=14, mlp_units=4,
-    eager_norm=True, gathered_inputs=True, degrees=frozenset({"dp"}), recomputes=("none", "full"), overlap=0.5, buffer_bytes=GIB,
+    "llamafactory",
+    weight_bytes=2,
+    grad_bytes=2,
+    master_bytes=4,
+    keeps_copy=False,
+    zeros=(2, 3),
+    logit_bytes=14,
+    mlp_units=4,
+    eager_norm=True,
+    gathered_inputs=True,
+    degrees=frozenset({"dp"}),
+    recomputes=("none", "full"),
+    overlap=0.5,
+    buffer_bytes=GIB,
 )
 
 ENGINES: dict[str, Engine] = {
@@ -65,7 +105,9 @@ ENGINES: dict[str, Engine] = {
     "mindspeed_llm": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_llm"}),
     "mindspeed_mm": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_mm"}),
     "mindspeed_rl": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_rl"}),
-    "verl": Engine(**{**NATIVE.__dict__, "name": "verl", "logit_bytes": 14, "zeros": (3,), "degrees": frozenset({"dp", "ulysses"}), "mlp_units": 3}),
+    "verl": Engine(
+        **{**NATIVE.__dict__, "name": "verl", "logit_bytes": 14, "zeros": (3,), "degrees": frozenset({"dp", "ulysses"}), "mlp_units": 3}
+    ),
     "megatron": MEGATRON,
     "torchtitan": TORCHTITAN,
 }

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
-from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, Ppo, Recipe, Reward
+from ascendfactory.core.recipe import Dpo, Grpo, Lora, Ppo, Recipe, Reward
 from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, layer_bytes, layer_saved_bytes
 from ascendfactory.planner.adapters import TARGETS, lora_params, trainable_params
 from ascendfactory.planner.engines import GIB, Engine, engine_of
@@ -154,7 +154,7 @@ class Columns:
     @property
     def weights_sharded(self) -> Ints:
         """Whether the weights at rest are shards [N, 1]."""
-        return (self.zero == 3) | (not self.engine.keeps_copy and self.engine.weight_bytes == 0)
+        return np.asarray((self.zero == 3) | (not self.engine.keeps_copy and self.engine.weight_bytes == 0))
 
     def over(self, dense: Ints, expert: Ints, sharded: Ints | bool) -> Ints:
         """Bytes after sharding by data parallelism: dense parts over n, experts over their own mesh."""
@@ -209,7 +209,7 @@ def _states(c: Columns) -> dict[str, Ints]:
 def _gathered(c: Columns) -> Ints:
     """Whole weights that FSDP or ZeRO-3 holds beside the shards while they are used."""
     stages = c.stages
-    root = (stages.embedding * (1 if c.setting.card.vision is None else 1) + _head_weights(c)) // c.tp
+    root = (stages.embedding + _head_weights(c)) // c.tp
     layers = 2 * (stages.largest_layer // c.tp) if stages.layers.max() > 1 else stages.largest_layer // c.tp
     lean = c.e * (layers + root) + np.where(c.expert_shard > 1, 2 * c.e * stages.largest_expert // c.ep, 0)
     whole = c.e * (c.dense + c.expert)
@@ -243,7 +243,7 @@ def _in_flight(c: Columns) -> Ints:
 
 def _activations(c: Columns) -> Ints:
     setting, grid, stages = c.setting, c.grid, c.stages
-    tuning, hidden = setting.recipe.tuning, setting.card.hidden_size
+    hidden = setting.card.hidden_size
     per_layer: dict[tuple[int, bool], Ints] = {}
     kinds = [flag for flag, layers in ((False, stages.dense_layers), (True, stages.moe_layers)) if layers.any()]
     for mode in {0, *(int(m) for m in np.unique(grid.recompute))}:
@@ -278,7 +278,7 @@ def _layer_on_device(c: Columns, recompute: str, is_moe: bool) -> Ints:
     token = layer_bytes(setting.card, setting.recipe.tuning, c.e, c.engine, recompute, is_moe)
     inputs = token.inputs if c.engine.gathered_inputs else -(-token.inputs // c.sequence_split)
     routed = np.where(c.ep > 1, int(IMBALANCE * token.routed), token.routed) // c.tp  # tokens of a tp group are dispatched once
-    return c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + routed)
+    return np.asarray(c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + routed))
 
 
 def _vision(c: Columns) -> Ints:
@@ -299,8 +299,8 @@ def _logits(c: Columns) -> Ints:
     is_last = np.arange(len(c.layers)) == len(c.layers) - 1
     if c.engine.logit_bytes == 0:
         head = 0 if is_lora else 4 * card.vocab_size * card.hidden_size // c.tp
-        return is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens)
-    return is_last * (c.tokens * card.vocab_size * c.engine.logit_bytes // c.tp)
+        return np.asarray(is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens))
+    return np.asarray(is_last * (c.tokens * card.vocab_size * c.engine.logit_bytes // c.tp))
 
 
 def _buffers(c: Columns) -> Ints:

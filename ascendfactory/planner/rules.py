@@ -133,7 +133,8 @@ def _tp_words(what_en: str, what_zh: str, size: Callable[[Case], int]) -> Callab
 def _node_words(case: Case, layout: Layout) -> Words:
     better = best_tp(case, layout.tp)
     return (
-        f"a tp group must lie inside a node, and tp {layout.tp} does not divide its {case.cluster.nproc} devices; write tp: {better}, dp: auto",
+        f"a tp group must lie inside a node, and tp {layout.tp} does not divide its {case.cluster.nproc} devices; write tp: "
+        f"{better}, dp: auto",
         f"tp 组必须位于一个节点内，而 tp {layout.tp} 不能整除其 {case.cluster.nproc} 个设备；请写 tp: {better}、dp: auto",
         {"layout.tp": better, "layout.dp": "auto"},
     )
@@ -142,8 +143,10 @@ def _node_words(case: Case, layout: Layout) -> Words:
 def _ulysses_words(case: Case, layout: Layout) -> Words:
     better = divisor_up_to(max(1, case.card.num_heads // layout.tp), layout.ulysses)
     return (
-        f"Ulysses shares the {case.card.num_heads} heads: tp x ulysses = {layout.tp * layout.ulysses} must divide them; write ulysses: {better}, dp: auto",
-        f"Ulysses 按头切分：tp x ulysses = {layout.tp * layout.ulysses} 须整除 {case.card.num_heads} 个头；请写 ulysses: {better}、dp: auto",
+        f"Ulysses shares the {case.card.num_heads} heads: tp x ulysses = {layout.tp * layout.ulysses} must divide them; "
+        f"write ulysses: {better}, dp: auto",
+        f"Ulysses 按头切分：tp x ulysses = {layout.tp * layout.ulysses} 须整除 {case.card.num_heads} 个头；请写 ulysses: "
+        f"{better}、dp: auto",
         {"layout.ulysses": better, "layout.dp": "auto"},
     )
 
@@ -175,7 +178,8 @@ def _layers_words(case: Case, layout: Layout) -> Words:
     vpp = max(1, layers // pp) if layout.vpp > 1 else 1
     vpp = min(vpp, layout.vpp)
     return (
-        f"{layout.pp} stages x {layout.vpp} chunks need at least as many layers, and {case.card.name} has {layers}; write pp: {pp}, vpp: {vpp}, dp: auto",
+        f"{layout.pp} stages x {layout.vpp} chunks need at least as many layers, and {case.card.name} has {layers}; write "
+        f"pp: {pp}, vpp: {vpp}, dp: auto",
         f"{layout.pp} 级 x {layout.vpp} 块至少需要同样多的层，而 {case.card.name} 只有 {layers} 层；请写 pp: {pp}、vpp: {vpp}、dp: auto",
         {"layout.pp": pp, "layout.vpp": vpp, "layout.schedule": "auto", "layout.dp": "auto"},
     )
@@ -201,7 +205,8 @@ def _interleaved_words(case: Case, layout: Layout) -> Words:
     unit = layout.dp * layout.micro_size * layout.pp
     better = max(unit, round(case.recipe.batch.global_size / unit) * unit)
     return (
-        f"the interleaved schedule needs micro-batches in multiples of pp {layout.pp}, not {layout.num_micro}; write a global_size of {better}",
+        f"the interleaved schedule needs micro-batches in multiples of pp {layout.pp}, not {layout.num_micro}; write a "
+        f"global_size of {better}",
         f"interleaved 调度要求微批数为 pp {layout.pp} 的倍数，而现为 {layout.num_micro}；请将 global_size 写为 {better}",
         {"batch.global_size": better},
     )
@@ -241,7 +246,8 @@ def _sp_words(case: Case, layout: Layout) -> Words:
 def _recompute_layers_words(case: Case, layout: Layout) -> Words:
     most = case.card.num_layers // layout.pp
     return (
-        f"recompute_layers {layout.recompute_layers} does not go with recompute {layout.recompute} and {most} layers a stage; write recompute_layers: auto",
+        f"recompute_layers {layout.recompute_layers} does not go with recompute {layout.recompute} and {most} layers a "
+        "stage; write recompute_layers: auto",
         f"recompute_layers {layout.recompute_layers} 与 recompute {layout.recompute}、每级 {most} 层不符；请写 recompute_layers: auto",
         {"layout.recompute_layers": "auto"},
     )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from ascendfactory.core.measured import Measurement, measured_path, read_measurements
 from ascendfactory.core.plan import Choice, Cluster, Layout, ModelCard, NoPlan, Plan, Refusal
 from ascendfactory.core.recipe import Dapo, Grpo, Ppo, Recipe
-from ascendfactory.planner.advice import ROOMIER, USABLE, reasons, room_bytes, too_big
+from ascendfactory.planner.advice import USABLE, reasons, room_bytes, too_big
 from ascendfactory.planner.calibrate import Factor, factor_of
 from ascendfactory.planner.engines import engine_of
 from ascendfactory.planner.grid import Floats, Grid, Ints
@@ -21,7 +22,7 @@ from ascendfactory.planner.rules import illegal, legal
 from ascendfactory.planner.space import ENOUGH_TOKENS, freedom, space
 from ascendfactory.planner.time import modelled_seconds, predict, step_seconds
 
-__all__ = ["ENOUGH_TOKENS", "ROOMIER", "USABLE", "Ranked", "choose_dtype", "make_plan", "rank"]
+__all__ = ["ENOUGH_TOKENS", "USABLE", "Ranked", "choose_dtype", "make_plan", "rank"]
 
 NUM_ALTERNATIVES = 5
 NUM_ASKED = 200  # layouts that a back end is asked about, the fastest first
@@ -65,11 +66,12 @@ def make_plan(
     names = list(backends) if recipe.backend == "auto" else [recipe.backend]
     found: list[tuple[Ranked, list[int]]] = []
     refusals: list[Refusal] = []
+    own_runs = read_measurements(measured_path(run_dir))
     for name in names:
         if name not in backends:
             refusals += _unknown_backend(name)
             continue
-        ranked = rank(recipe, card, cluster, name, backends[name])
+        ranked = rank(recipe, card, cluster, name, backends[name], own_runs)
         accepted = _accepted(ranked, backends[name], num_alternatives + 1)
         if accepted:
             found.append((ranked, accepted))
@@ -81,7 +83,7 @@ def make_plan(
     return _plan(recipe, card, cluster, run_dir, found, _once(refusals), num_alternatives)
 
 
-def rank(recipe: Recipe, card: ModelCard, cluster: Cluster, name: str, judge: Judge) -> Ranked:
+def rank(recipe: Recipe, card: ModelCard, cluster: Cluster, name: str, judge: Judge, own_runs: Sequence[Measurement] = ()) -> Ranked:
     """All layouts of one back end that are legal and fit, the fastest first; equals in time: larger micro-batches, fewer cuts."""
     setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(name))
     weighed = space(recipe, card, cluster, freedom(partial(judge.refuse, recipe, card), cluster))
@@ -92,7 +94,7 @@ def rank(recipe: Recipe, card: ModelCard, cluster: Cluster, name: str, judge: Ju
     pool = grid if len(grid) else weighed
     leanest = pool.row(int(peaks.argmin()) if len(grid) else len(weighed) - 1)
     grid, peaks = grid.take(fits), peaks[fits]
-    factor = factor_of(setting, modelled_seconds) if len(grid) else Factor()
+    factor = factor_of(setting, modelled_seconds, own_runs) if len(grid) else Factor()
     seconds = step_seconds(setting, grid, factor)
     order = _order(grid, seconds)
     return Ranked(name, setting, factor, grid.take(order), peaks[order], seconds[order], len(weighed), leanest)
@@ -137,7 +139,9 @@ def _why_not(recipe: Recipe, card: ModelCard, cluster: Cluster, ranked: Ranked, 
     broken = illegal(recipe, card, cluster, layout)
     # bytes of a layout that cannot exist mean nothing
     full = [] if broken or len(ranked.grid) else too_big(ranked.setting, layout, judge)
-    return [*judge.refuse(recipe, card, layout), *broken, *full]
+    said = judge.refuse(recipe, card, layout)
+    for_good = [refusal for refusal in said if not refusal.where.startswith("layout.")]
+    return [*(for_good or said), *broken, *full]
 
 
 def _plan(
@@ -154,7 +158,9 @@ def _plan(
     stages = stage_terms(best.setting, layout)
     prediction = predict(best.setting, layout, best.factor)
     choices = [
-        Choice(backend=r.backend, layout=r.grid.row(i), peak_bytes=int(r.peaks[i]), step_s=float(r.seconds[i])) for r, taken in found for i in taken
+        Choice(backend=r.backend, layout=r.grid.row(i), peak_bytes=int(r.peaks[i]), step_s=float(r.seconds[i]))
+        for r, taken in found
+        for i in taken
     ]
     choices.sort(key=lambda choice: choice.step_s)
     is_rl = isinstance(recipe.objective, Grpo | Dapo | Ppo)
@@ -167,13 +173,24 @@ def _plan(
         dtype="bfloat16" if best.setting.dtype == "bfloat16" else "float32",
         run_dir=run_dir,
         memory=max(stages, key=lambda terms: sum(term.num_bytes for term in terms)),
-        why=reasons(best.setting, layout, best.backend, best.num_weighed, len(best.grid)),
+        why=reasons(best.setting, layout, best.backend, best.num_weighed, len(best.grid), _slower_without(best, places[0])),
         stages=stages,
         prediction=prediction,
         placement=place(best.setting, layout, prediction.step_s) if is_rl else None,
         alternatives=[c for c in choices if (c.backend, c.layout) != (best.backend, layout)][:num_alternatives],
         refused=refused,
     )
+
+
+def _slower_without(ranked: Ranked, place: int) -> dict[str, float | None]:
+    """For each degree above 1 that the recipe left open: what doing without it would cost, as a share of the step."""
+    costs: dict[str, float | None] = {}
+    for name in ("tp", "pp", "vpp", "ring", "ulysses", "ep"):
+        degrees = getattr(ranked.grid, name)
+        if degrees[place] > 1 and getattr(ranked.setting.recipe.layout, name) == "auto":
+            without = ranked.seconds[degrees == 1]
+            costs[name] = float(without.min() / ranked.seconds[place] - 1) if len(without) else None
+    return costs
 
 
 def _once(refusals: list[Refusal]) -> list[Refusal]:

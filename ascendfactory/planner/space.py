@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
 from ascendfactory.core.recipe import LayoutSpec, Recipe, Recompute
-from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, joined
 
 ENOUGH_TOKENS = {"cpu": 2048, "cuda": 16384, "npu": 16384}  # of a micro-batch; more no longer makes the GEMMs faster
 LONG_ROW_TOKENS = 8192  # rows are cut by context parallelism down to this, not below
 MOST_STAGES, MOST_CHUNKS, MOST_TP = 64, 8, 16
+ZEROS: tuple[Literal[1, 2, 3], ...] = (3, 2, 1)  # in order of what they save
 DEGREES = ("tp", "pp", "vpp", "ring", "ulysses", "ep")
 
 Judge = Callable[[Layout], list[Refusal]]  # what a back end says to a layout
@@ -32,7 +34,7 @@ class Freedom:
 
 def freedom(judge: Judge, cluster: Cluster) -> Freedom:
     """Asks a back end about one layout a feature: what it refuses beyond its refusals of plain data parallelism is closed."""
-    plain = Layout(dp=cluster.num_devices)
+    plain = min((Layout(dp=cluster.num_devices, zero=zero) for zero in ZEROS), key=lambda layout: len(judge(layout)))
     known = {refusal.code for refusal in judge(plain)}
 
     def accepts(**change: object) -> bool:
@@ -40,7 +42,7 @@ def freedom(judge: Judge, cluster: Cluster) -> Freedom:
 
     return Freedom(
         frozenset(name for name in DEGREES if accepts(**{name: 2})),
-        tuple(zero for zero in (1, 2, 3) if accepts(zero=zero)) or (3,),
+        tuple(zero for zero in ZEROS if accepts(zero=zero)) or (3,),
         tuple(mode for mode in RECOMPUTES if accepts(recompute=mode)) or ("none",),
         accepts(recompute="full", recompute_layers=1),
     )
@@ -102,7 +104,7 @@ def _divisors(number: int, most: int) -> list[int]:
     return [d for d in range(1, min(number, most) + 1) if number % d == 0]
 
 
-def _with_choices(recipe: Recipe, card: ModelCard, cluster: Cluster, free: Freedom, degrees: np.ndarray) -> Grid:  # type: ignore[type-arg]
+def _with_choices(recipe: Recipe, card: ModelCard, cluster: Cluster, free: Freedom, degrees: Ints) -> Grid:
     """Each set of degrees with each micro-batch, ZeRO level and way of recomputing."""
     spec = recipe.layout
     zeros = free.zeros if spec.zero == "auto" else (spec.zero,)
@@ -112,15 +114,13 @@ def _with_choices(recipe: Recipe, card: ModelCard, cluster: Cluster, free: Freed
         of_dp = degrees[degrees[:, 0] == dp]
         rows = max(1, recipe.batch.global_size // dp)
         for micro, mode in product(micro_sizes(recipe, rows, cluster), modes):
-            for zero in zeros if dp > 1 or len(zeros) == 1 else zeros[-1:]:
-                for share in _shares(spec, mode, free):
-                    parts.append(_grid(spec, of_dp, card, micro, max(1, rows // micro), mode, zero, share))
-    from ascendfactory.planner.grid import joined
-
+            for zero in zeros if dp > 1 else zeros[:1]:
+                num_micro = max(1, rows // micro)
+                parts += [_grid(spec, of_dp, card, micro, num_micro, mode, zero, share) for share in _shares(spec, mode, free)]
     return joined(parts)
 
 
-def _shares(spec: LayoutSpec, mode: str, free: Freedom) -> tuple[float, ...]:
+def _shares(spec: LayoutSpec, mode: Recompute, free: Freedom) -> tuple[float, ...]:
     """Parts of a stage's layers that are recomputed."""
     partial = free.recompute_layers and spec.recompute_layers == "auto" and mode == "full"
     return (1.0, 0.5, 0.25) if partial else (1.0,)
@@ -134,9 +134,7 @@ def micro_sizes(recipe: Recipe, rows: int, cluster: Cluster) -> list[int]:
     return [m for m in range(min(most, rows), 0, -1) if rows % m == 0]
 
 
-def _grid(
-    spec: LayoutSpec, degrees: np.ndarray, card: ModelCard, micro: int, num_micro: int, mode: str, zero: int, share: float  # type: ignore[type-arg]
-) -> Grid:
+def _grid(spec: LayoutSpec, degrees: Ints, card: ModelCard, micro: int, num_micro: int, mode: Recompute, zero: int, share: float) -> Grid:
     dp, tp, pp, ring, ulysses, vpp, ep = degrees.T
     ones = np.ones(len(dp), np.int64)
     if spec.recompute_layers not in ("auto", "all"):
@@ -149,7 +147,7 @@ def _grid(
         dp=dp, replicate=ones * spec.replicate, zero=ones * zero, tp=tp,
         sp=(tp > 1).astype(np.int64) if spec.sp == "auto" else ones * int(spec.sp),
         pp=pp, vpp=vpp, schedule=schedule, ring=ring, ulysses=ulysses, ep=ep,
-        recompute=ones * RECOMPUTES.index(mode), recompute_layers=layers,  # type: ignore[arg-type]
+        recompute=ones * RECOMPUTES.index(mode), recompute_layers=layers,
         offload_activations=ones * int(spec.offload_activations), offload_optimizer=ones * int(spec.offload_optimizer),
         optim_dtype=ones * (spec.optim_dtype == "bfloat16"), reuse_params=ones * int(spec.reuse_params),
         micro_size=ones * micro, num_micro=ones * num_micro,

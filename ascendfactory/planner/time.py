@@ -189,7 +189,7 @@ def _memory_bound(setting: Setting, grid: Grid, stages: Stages, tokens: Floats) 
 
 def _offload(setting: Setting, grid: Grid, stages: Stages, busy: Floats) -> Floats:
     """Saved activations to the host and back, a micro-batch."""
-    token = layer_bytes(setting.card, setting.recipe.tuning, setting.element_bytes, setting.engine, "none", stages.moe_layers.any())
+    token = layer_bytes(setting.card, setting.recipe.tuning, setting.element_bytes, setting.engine, "none", bool(stages.moe_layers.any()))
     tokens = (grid.micro_size * setting.row_tokens / grid.cp / grid.tp)[:, None]
     seconds = 2 * tokens * token.total * stages.layers / HOST_BYTES_S
     return np.where(grid.offload_activations[:, None] == 1, np.maximum(0.05 * seconds, seconds - HIDDEN["host"] * busy), 0.0)

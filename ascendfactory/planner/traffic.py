@@ -48,7 +48,14 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     ulysses_s = 2 * (1 + again) * layers * exchanged * (ulysses - 1) / ulysses / cp_link
     # keys and values travel round the ring, and with their gradients back
     ring_s = 3 * (1 + again) * layers * tokens * 2 * kv_size / tp * e * (ring - 1) / cp_link
-    return Traffic(tp_s, ulysses_s, ring_s, _experts_s(setting, grid, stages, hidden, again), _stages_s(setting, grid, hidden, layers), *_dp(setting, grid, stages))
+    return Traffic(
+        tp_s,
+        ulysses_s,
+        ring_s,
+        _experts_s(setting, grid, stages, hidden, again),
+        _stages_s(setting, grid, hidden, layers),
+        *_dp(setting, grid, stages),
+    )
 
 
 def _link(setting: Setting, inner: Ints, size: Ints) -> Floats:
@@ -69,7 +76,7 @@ def _experts_s(setting: Setting, grid: Grid, stages: Stages, hidden: Floats, aga
     sent = IMBALANCE * hidden / tp * moe.experts_per_token
     near = np.minimum(ep, setting.cluster.nproc)
     time_s = sent * (near - 1) / ep / device.intra_node_bytes_s + sent * (ep - near) / ep / device.inter_node_bytes_s
-    return 4 * (1 + again) * stages.moe_layers * time_s
+    return np.asarray(4 * (1 + again) * stages.moe_layers * time_s
 
 
 def _stages_s(setting: Setting, grid: Grid, hidden: Floats, layers: Ints) -> Floats:

@@ -57,7 +57,8 @@ def split_class(weight: Weight) -> str:
     """How a weight is divided: `split`, `whole` or `expert`."""
     if weight.role in EXPERT_ROLES:
         return "expert"
-    return "whole" if weight.role in WHOLE_ROLES or len(weight.shape) == 1 and weight.role in ("o",) else "split"
+    output_bias = weight.role == "o" and len(weight.shape) == 1
+    return "whole" if weight.role in WHOLE_ROLES or output_bias else "split"
 
 
 def layer_kind(card: ModelCard, layer: int) -> LayerKind:
@@ -69,7 +70,11 @@ def layer_kind(card: ModelCard, layer: int) -> LayerKind:
 
 
 def stage_layers(num_layers: int, pp: int, vpp: int) -> list[list[int]]:
-    """The decoder layers of each stage: chunk c of pp·vpp equal ones (the first take the remainder, away from the head) lies on stage c mod pp."""
+    """The decoder layers of each stage.
+
+    The layers are cut into pp·vpp chunks as equal as they can be; what is left over goes to the last ones but one, since the
+    very last also has the head. Chunk c lies on stage c mod pp.
+    """
     chunks = pp * vpp
     each, rest = divmod(num_layers, chunks)
     # the last chunk also has the head: the remainder goes to the middle and front ones

@@ -31,7 +31,7 @@ def problems(text: str, *overrides: str) -> list[str]:
         (GOOD + "tuning: lorra", "tuning: \"lorra\" does not fit; it should be one of full, lora; did you mean 'lora'?"),
         (GOOD + "seed: '3'", 'seed: "3" does not fit; it should be a whole number of at least 0'),
         (GOOD + "seed: 1.5", "seed: 1.5 does not fit; it should be a whole number of at least 0"),
-        (GOOD + "layout: {tp: true}", "layout.tp: true does not fit; it should be a whole number above 0"),
+        (GOOD + "layout: {tp: true}", "layout.tp: true does not fit; it should be a whole number above 0 or auto"),
         (GOOD + "batch: {micro_size: 0}", "batch.micro_size: 0 does not fit; it should be a whole number above 0 or auto"),
         (GOOD + "optim: {beta1: 2}", "optim.beta1: 2 does not fit; it should be a number of at least 0.0 and at most 1.0"),
         (

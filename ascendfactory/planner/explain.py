@@ -133,10 +133,10 @@ def _placement(plan: Plan) -> Text:
     where = pick("on the training devices", "与训练共用设备") if place.colocated else pick("on devices of its own", "使用独立设备")
     return Text(
         pick(
-            f"rollout {where}: {place.rollout_devices} devices, tp {place.rollout_tp}, {place.kv_share:.0%} of memory for {place.kv_tokens} "
-            f"cached tokens; generation {place.rollout_s:.1f} s, step {place.step_s:.1f} s (not calibrated)",
-            f"推理引擎{where}：{place.rollout_devices} 个设备，tp {place.rollout_tp}，{place.kv_share:.0%} 内存用于 {place.kv_tokens} 个缓存 token；"
-            f"生成 {place.rollout_s:.1f} 秒，单步 {place.step_s:.1f} 秒（未校准）",
+            f"rollout {where}: {place.rollout_devices} devices, tp {place.rollout_tp}, {place.kv_share:.0%} of memory "
+            f"for {place.kv_tokens} cached tokens; generation {place.rollout_s:.1f} s, step {place.step_s:.1f} s (not calibrated)",
+            f"推理引擎{where}：{place.rollout_devices} 个设备，tp {place.rollout_tp}，{place.kv_share:.0%} 内存"
+            f"用于 {place.kv_tokens} 个缓存 token；生成 {place.rollout_s:.1f} 秒，单步 {place.step_s:.1f} 秒（未校准）",
         )
     )
 

@@ -60,8 +60,14 @@ def _placement(setting: Setting, devices: int, tp: int, room: int, train_s: floa
     step_s = train_s + rollout_s if colocated else max(train_s, rollout_s)
     share = room / setting.cluster.device.memory_bytes
     return Placement(
-        colocated=colocated, rollout_devices=devices, rollout_tp=tp, kv_share=round(share, 3), kv_tokens=kv_tokens, rollout_s=rollout_s, step_s=step_s
-    )  # fmt: skip
+        colocated=colocated,
+        rollout_devices=devices,
+        rollout_tp=tp,
+        kv_share=round(share, 3),
+        kv_tokens=kv_tokens,
+        rollout_s=rollout_s,
+        step_s=step_s,
+    )
 
 
 def _rollout_s(setting: Setting, devices: int, tp: int, kv_tokens: int) -> float:

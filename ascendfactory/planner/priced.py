@@ -108,23 +108,33 @@ def _refuse_pairs(engine: Engine, recipe: Recipe, card: ModelCard, layout: Layou
     rows = (
         (
             layout.offload_activations and isinstance(recipe.tuning, Lora),
-            "offload_activations", "swap-attention does not go with LoRA; write offload_activations: false",
-            "swap-attention 不能与 LoRA 同用；请写 offload_activations: false", {"layout.offload_activations": False},
+            "offload_activations",
+            "swap-attention does not go with LoRA; write offload_activations: false",
+            "swap-attention 不能与 LoRA 同用；请写 offload_activations: false",
+            {"layout.offload_activations": False},
         ),
         (
             card.moe is not None and layout.tp > 1 and not layout.sp,
-            "sp", "experts under tp need sequence parallelism; write sp: auto", "专家层在 tp 下需要序列并行；请写 sp: auto", {"layout.sp": "auto"},
+            "sp",
+            "experts under tp need sequence parallelism; write sp: auto",
+            "专家层在 tp 下需要序列并行；请写 sp: auto",
+            {"layout.sp": "auto"},
         ),
         (
             layout.ring > 1 and card.sliding_window is not None and card.sliding_window < recipe.data.seq_len,
-            "ring", "ring attention has no sliding window; write ring: 1", "环形注意力不支持滑动窗口；请写 ring: 1", {"layout.ring": 1},
+            "ring",
+            "ring attention has no sliding window; write ring: 1",
+            "环形注意力不支持滑动窗口；请写 ring: 1",
+            {"layout.ring": 1},
         ),
         (
             layout.offload_optimizer and layout.shard == 1,
-            "offload_optimizer", "swap-optimizer needs the distributed optimizer, so dp above 1; write offload_optimizer: false",
-            "swap-optimizer 依赖分布式优化器，需要 dp 大于 1；请写 offload_optimizer: false", {"layout.offload_optimizer": False},
+            "offload_optimizer",
+            "swap-optimizer needs the distributed optimizer, so dp above 1; write offload_optimizer: false",
+            "swap-optimizer 依赖分布式优化器，需要 dp 大于 1；请写 offload_optimizer: false",
+            {"layout.offload_optimizer": False},
         ),
-    )  # fmt: skip
+    )
     return [
         Refusal(code=f"{engine.name}.{key}", where=f"layout.{key}", en=en, zh=zh, fix=fix) for broken, key, en, zh, fix in rows if broken
     ]

@@ -273,17 +273,32 @@ RULES = (
     Rule("devices", "layout.dp", lambda c, g: g.num_devices != c.cluster.num_devices, _devices_words),
     Rule("replicate", "layout.replicate", lambda c, g: g.dp % g.replicate != 0, _replicate_words),
     Rule(
-        "global_batch", "batch.global_size", lambda c, g: g.dp * g.micro_size * g.num_micro != c.recipe.batch.global_size, _global_batch_words
+        "global_batch",
+        "batch.global_size",
+        lambda c, g: g.dp * g.micro_size * g.num_micro != c.recipe.batch.global_size,
+        _global_batch_words,
     ),
     Rule("seq_len", "data.seq_len", lambda c, g: np.full(len(g), c.recipe.data.seq_len > c.card.max_seq_len), _seq_len_words),
-    Rule("heads", "layout.tp", lambda c, g: c.card.num_heads % g.tp != 0, _tp_words("attention heads", "注意力头数", lambda c: c.card.num_heads)),
+    Rule(
+        "heads",
+        "layout.tp",
+        lambda c, g: c.card.num_heads % g.tp != 0,
+        _tp_words("attention heads", "注意力头数", lambda c: c.card.num_heads),
+    ),
     Rule("kv_heads", "layout.tp", lambda c, g: _kv_heads(c) % g.tp != 0, _tp_words("key/value heads", "键值头数", _kv_heads)),
-    Rule("vocabulary", "layout.tp", lambda c, g: c.card.vocab_size % g.tp != 0, _tp_words("words of the vocabulary", "词表大小", lambda c: c.card.vocab_size)),
+    Rule(
+        "vocabulary",
+        "layout.tp",
+        lambda c, g: c.card.vocab_size % g.tp != 0,
+        _tp_words("words of the vocabulary", "词表大小", lambda c: c.card.vocab_size),
+    ),
     Rule("node", "layout.tp", lambda c, g: c.cluster.nproc % g.tp != 0, _node_words),
     Rule("ulysses_heads", "layout.ulysses", lambda c, g: (g.ulysses > 1) & (c.card.num_heads % (g.tp * g.ulysses) != 0), _ulysses_words),
     Rule(
-        "sequence", "data.seq_len",
-        lambda c, g: c.recipe.data.seq_len % (g.cp * np.where(g.ring > 1, 2, 1) * np.where(g.sp == 1, g.tp, 1)) != 0, _sequence_words,
+        "sequence",
+        "data.seq_len",
+        lambda c, g: c.recipe.data.seq_len % (g.cp * np.where(g.ring > 1, 2, 1) * np.where(g.sp == 1, g.tp, 1)) != 0,
+        _sequence_words,
     ),
     Rule("layers", "layout.pp", lambda c, g: g.pp * g.vpp > c.card.num_layers, _layers_words),
     Rule("vpp", "layout.vpp", lambda c, g: (g.vpp > 1) & (g.pp == 1), _vpp_words),
@@ -293,8 +308,10 @@ RULES = (
     Rule("expert_mesh", "layout.ep", lambda c, g: (g.shard * g.tp) % g.ep != 0, _expert_mesh_words),
     Rule("sp", "layout.sp", lambda c, g: (g.sp == 1) & (g.tp == 1), _sp_words),
     Rule(
-        "recompute_layers", "layout.recompute_layers",
-        lambda c, g: (g.recompute_layers > 0) & ((g.recompute == 0) | (g.recompute_layers > c.card.num_layers // g.pp)), _recompute_layers_words,
+        "recompute_layers",
+        "layout.recompute_layers",
+        lambda c, g: (g.recompute_layers > 0) & ((g.recompute == 0) | (g.recompute_layers > c.card.num_layers // g.pp)),
+        _recompute_layers_words,
     ),
     Rule("reuse_params", "layout.reuse_params", lambda c, g: (g.reuse_params == 1) & (g.offload_optimizer == 1), _reuse_words),
-)  # fmt: skip
+)

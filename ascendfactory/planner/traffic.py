@@ -76,7 +76,7 @@ def _experts_s(setting: Setting, grid: Grid, stages: Stages, hidden: Floats, aga
     sent = IMBALANCE * hidden / tp * moe.experts_per_token
     near = np.minimum(ep, setting.cluster.nproc)
     time_s = sent * (near - 1) / ep / device.intra_node_bytes_s + sent * (ep - near) / ep / device.inter_node_bytes_s
-    return np.asarray(4 * (1 + again) * stages.moe_layers * time_s
+    return np.asarray(4 * (1 + again) * stages.moe_layers * time_s)
 
 
 def _stages_s(setting: Setting, grid: Grid, hidden: Floats, layers: Ints) -> Floats:

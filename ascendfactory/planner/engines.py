@@ -24,6 +24,7 @@ class Engine:
     keeps_copy: bool  # the computing copy is kept whole between steps (Megatron), or gathered from the shards (FSDP, ZeRO-3)
     zeros: tuple[int, ...]  # what data parallelism can shard
     logit_bytes: int  # of a token and a word: all copies of the logits that the loss makes; 0 = in chunks
+    split_logit_bytes: int  # the same where tp splits the vocabulary
     mlp_units: int  # tensors of the feed-forward size that a gated MLP keeps: 2 gate and up, 3 + product, 4 + silu(gate)
     eager_norm: bool  # norms keep fp32 copies
     gathered_inputs: bool  # under tp the inputs of column-parallel layers are kept whole
@@ -50,6 +51,7 @@ NATIVE = Engine(
     keeps_copy=False,
     zeros=(1, 2, 3),
     logit_bytes=0,
+    split_logit_bytes=0,
     mlp_units=2,
     eager_norm=False,
     gathered_inputs=True,
@@ -63,6 +65,7 @@ MEGATRON = Engine(
     keeps_copy=True,
     zeros=(1,),
     logit_bytes=10,
+    split_logit_bytes=10,
     mlp_units=3,
     eager_norm=False,
     gathered_inputs=False,
@@ -76,7 +79,8 @@ TORCHTITAN = Engine(
     master_bytes=4,
     keeps_copy=False,
     zeros=(2, 3),
-    logit_bytes=14,
+    logit_bytes=14,  # bf16, its fp32 log-softmax, two fp32 gradients
+    split_logit_bytes=22,  # torch's loss_parallel makes two more fp32 copies backward
     mlp_units=3,
     eager_norm=True,
     gathered_inputs=True,
@@ -90,6 +94,7 @@ LLAMAFACTORY = Engine(
     keeps_copy=False,
     zeros=(2, 3),
     logit_bytes=14,
+    split_logit_bytes=14,
     mlp_units=4,
     eager_norm=True,
     gathered_inputs=True,
@@ -106,7 +111,15 @@ ENGINES: dict[str, Engine] = {
     "mindspeed_mm": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_mm"}),
     "mindspeed_rl": Engine(**{**MEGATRON.__dict__, "name": "mindspeed_rl"}),
     "verl": Engine(
-        **{**NATIVE.__dict__, "name": "verl", "logit_bytes": 14, "zeros": (3,), "degrees": frozenset({"dp", "ulysses"}), "mlp_units": 3}
+        **{
+            **NATIVE.__dict__,
+            "name": "verl",
+            "logit_bytes": 14,
+            "split_logit_bytes": 14,
+            "zeros": (3,),
+            "degrees": frozenset({"dp", "ulysses"}),
+            "mlp_units": 3,
+        }
     ),
     "megatron": MEGATRON,
     "torchtitan": TORCHTITAN,

@@ -190,6 +190,8 @@ def _states(c: Columns) -> dict[str, Ints]:
     moment = np.where(grid.optim_dtype[:, None] == 1, 4, 8) * on_device
     grad_bytes = engine.grad_bytes if c.e == 2 else 4
     whole_grads = (c.zero == 1) & ((c.num_micro > 1) | engine.keeps_copy)
+    # torch's pipeline stages reduce FSDP's gradients after the last micro-batch only
+    whole_grads |= (not engine.keeps_copy) & (grid.pp[:, None] > 1) & (c.num_micro > 1)
     terms = {
         "weights": weights,
         "masters": c.over(master * trained, master * trained_expert, True),
@@ -256,10 +258,9 @@ def _activations(c: Columns) -> Ints:
     done = {False: dense_done, True: np.minimum(stages.moe_layers, limit - dense_done)}
     counts = {False: stages.dense_layers, True: stages.moe_layers}
     kept = np.zeros((len(grid), len(c.layers)), np.int64)
-    largest = np.zeros((len(grid), 1), np.int64)
+    largest = _largest_layer(c)
     for is_moe in kinds:
         plain = per_layer[0, is_moe]
-        largest = np.maximum(largest, plain)
         for mode in {int(m) for m in np.unique(grid.recompute)}:
             layers = done[is_moe] * per_layer[mode, is_moe] + (counts[is_moe] - done[is_moe]) * plain
             kept += np.where(mode_column == mode, layers, 0)
@@ -267,9 +268,19 @@ def _activations(c: Columns) -> Ints:
     held = np.where(grid.offload_activations[:, None] == 1, np.minimum(held, 2 * largest), held)
     is_last = np.arange(len(c.layers)) == len(c.layers) - 1
     tail = is_last * (c.tokens * hidden * (4 + 2 * c.e) // c.sequence_split)
-    replayed = np.where(mode_column > 0, largest, 0)
-    total = held + replayed + tail
-    return total + (total * setting.engine.overhead).astype(np.int64)
+    total = held + _replayed(c) + tail
+    return np.asarray(total + (total * setting.engine.overhead).astype(np.int64))
+
+
+def _largest_layer(c: Columns) -> Ints:
+    """Saved bytes of the largest layer without recomputation [N, 1]."""
+    sizes = [_layer_on_device(c, "none", flag) for flag, n in ((False, c.stages.dense_layers), (True, c.stages.moe_layers)) if n.any()]
+    return np.maximum.reduce(sizes)
+
+
+def _replayed(c: Columns) -> Ints:
+    """The layer that is being computed again [N, 1]."""
+    return np.where(c.grid.recompute[:, None] > 0, _largest_layer(c), 0)
 
 
 def _layer_on_device(c: Columns, recompute: str, is_moe: bool) -> Ints:
@@ -294,13 +305,15 @@ def _vision(c: Columns) -> Ints:
 
 
 def _logits(c: Columns) -> Ints:
-    """The last stage's: chunks, or logits of the whole micro-batch in the copies that a loss makes."""
+    """The last stage's: chunks; or logits of the whole micro-batch in the copies that a loss makes, which are gone by the time that
+    a layer is computed again, so only what they need beyond that layer counts."""
     card, is_lora = c.setting.card, isinstance(c.setting.recipe.tuning, Lora)
     is_last = np.arange(len(c.layers)) == len(c.layers) - 1
     if c.engine.logit_bytes == 0:
         head = 0 if is_lora else 4 * card.vocab_size * card.hidden_size // c.tp
         return np.asarray(is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens))
-    return np.asarray(is_last * (c.tokens * card.vocab_size * c.engine.logit_bytes // c.tp))
+    copies = np.where(c.tp > 1, c.engine.split_logit_bytes, c.engine.logit_bytes)
+    return np.asarray(is_last * np.maximum(0, c.tokens * card.vocab_size * copies // c.tp - _replayed(c)))
 
 
 def _buffers(c: Columns) -> Ints:

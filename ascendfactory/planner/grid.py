@@ -61,8 +61,8 @@ class Grid:
 
     @property
     def shard(self) -> Ints:
-        """Devices over which data parallelism shards: dp / replicate x cp."""
-        return self.dp // self.replicate * self.cp
+        """Devices over which data parallelism shards: dp / replicate x cp (1 where replicate is above dp, which no rule allows)."""
+        return np.maximum(1, self.dp // self.replicate * self.cp)
 
     @property
     def num_devices(self) -> Ints:

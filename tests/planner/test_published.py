@@ -1,0 +1,131 @@
+"""Against figures that others measured: torchtitan's memory, published speeds, the seed's smallest counts, hand-tuned layouts."""
+
+from __future__ import annotations
+
+from functools import cache
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from ascendfactory.catalog.read import find_card, find_device
+from ascendfactory.core.plan import Cluster, Layout, ModelCard
+from ascendfactory.core.recipe import Batch, Data, Model, Recipe, Source
+from ascendfactory.planner.calibrate import Row, fit, leave_one_out, rows, sample_of
+from ascendfactory.planner.engines import engine_of
+from ascendfactory.planner.memory import GIB, Setting, peak_bytes
+from ascendfactory.planner.grid import grid_of
+from ascendfactory.planner.priced import Priced
+from ascendfactory.planner.table import Cell, cells
+from ascendfactory.planner.time import modelled_seconds
+from ascendfactory.planner.tuned import Verdict, tuned_rows, verdicts
+
+# torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: GiB reserved at the peak; tables 1, 3 (without and with compile), 2, 4.
+TORCHTITAN: list[tuple[str, int, int, dict[str, Any], float]] = [
+    ("llama-3.1-8b", 8, 8192, {"dp": 8, "micro_size": 2, "recompute": "selective"}, 82.4),
+    ("llama-3.1-8b", 8, 8192, {"dp": 8, "micro_size": 2, "recompute": "selective"}, 77.0),
+    ("llama-3.1-8b", 128, 8192, {"dp": 128, "micro_size": 2, "recompute": "selective"}, 67.0),
+    ("llama-3.1-8b", 128, 8192, {"dp": 128, "micro_size": 2, "recompute": "selective"}, 62.0),
+    ("llama-3.1-8b", 8, 32768, {"dp": 8, "recompute": "full"}, 83.9),
+    ("llama-3.1-8b", 8, 65536, {"dp": 4, "ring": 2, "recompute": "full"}, 84.2),
+    ("llama-3.1-8b", 8, 131072, {"dp": 2, "ring": 4, "recompute": "full"}, 84.0),
+    ("llama-3.1-8b", 8, 262144, {"dp": 1, "ring": 8, "recompute": "full"}, 84.5),
+    ("llama-3.1-70b", 256, 8192, {"dp": 32, "tp": 8, "sp": True, "micro_size": 16, "recompute": "full"}, 71.9),
+]
+
+
+def predicted_gib(card: ModelCard, devices: int, seq_len: int, layout: dict[str, Any]) -> float:
+    recipe = Recipe(model=Model(path="m"), data=Data(train=[Source(path="d")], seq_len=seq_len), batch=Batch(global_size=8))
+    cluster = Cluster(device=find_device("h100"), nodes=devices // 8, nproc=8)
+    setting = Setting(card, recipe, cluster, "bfloat16", engine_of("torchtitan"))
+    return float(peak_bytes(setting, grid_of([Layout(**layout)]))[0]) / GIB
+
+
+def test_torchtitans_memory_tables() -> None:
+    """FSDP, context and tensor parallelism of Llama models: 5 % in the mean, 10 % at worst. PP rows are in docs, and further off."""
+    errors = [abs(predicted_gib(find_card(name), devices, seq, layout) / gib - 1) for name, devices, seq, layout, gib in TORCHTITAN]
+    assert mean(errors) < 0.05
+    assert max(errors) < 0.10
+
+
+@cache
+def left_out() -> dict[str, float]:
+    """Row → predicted / measured tokens/s, from a fit to the other rows of its engine."""
+    found = {}
+    for engine in ("mindspeed_llm", "torchtitan"):
+        used = [row for row in rows() if row.backend == engine and not row.held_out]
+        ratios = leave_one_out([sample_of(row, modelled_seconds) for row in used])
+        found |= {row.name: 1 / ratio for row, ratio in zip(used, ratios, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b pretrain", "deepseek-v3 pretrain", "qwen3-30b-a3b sft 256k"])
+def test_seed_speeds_within_15_percent(name: str) -> None:
+    assert left_out()[name] == pytest.approx(1, abs=0.15)
+
+
+def test_no_speed_is_off_by_more_than_a_quarter() -> None:
+    """Two of the seed's rows miss 15 %: Qwen3-8B by about 23 %, Qwen3-32B at 256k by about 16 %; see docs/en/planner.md."""
+    for name, ratio in left_out().items():
+        assert ratio == pytest.approx(1, abs=0.25), name
+
+
+def test_the_lora_row_cannot_be_told_from_its_source() -> None:
+    """Its rows are not padded, so the tokens of a step are unknown; read as full rows it is three times the prediction."""
+    (row,) = [row for row in rows() if row.held_out]
+    slowdown, routing = fit([sample_of(r, modelled_seconds) for r in rows() if r.backend == row.backend and not r.held_out])
+    sample = sample_of(row, modelled_seconds)
+    assert sample.measured_s < 0.5 * slowdown * (sample.plain_s + routing * sample.routing_s)
+
+
+def model_flops_share(row: Row) -> float:
+    """Model FLOP/s over the peak, by the rule of thumb 6 x active parameters, attention left out."""
+    card = find_card(row.model)
+    return 6 * card.num_active_params * row.printed / find_device(row.device).peak_bf16_flops
+
+
+def test_the_unit_of_the_seeds_speeds_is_a_card() -> None:
+    """Read per die of a 910C, Qwen3-8B and Qwen3-32B would need more than 75 % of the peak before attention: a card has two dies."""
+    by_name = {row.name: row for row in rows()}
+    assert model_flops_share(by_name["qwen3-8b pretrain"]) > 1.0
+    assert model_flops_share(by_name["qwen3-32b sft 256k"]) > 0.75
+    assert all(row.divisor == 2 for row in rows() if row.device == "snt9b23")
+
+
+@cache
+def exact_cells() -> tuple[Cell, ...]:
+    judges = {name: Priced(name) for name in ("mindspeed_llm", "llamafactory")}
+    return tuple(cells(judges, exact_only=True))
+
+
+def test_never_more_devices_than_the_seed() -> None:
+    assert len(exact_cells()) > 100
+    assert [(c.row.backend, c.row.model, c.row.tuning, c.seq_len) for c in exact_cells() if not c.kept] == []
+
+
+def test_every_large_gap_has_a_reason() -> None:
+    for cell in exact_cells():
+        assert cell.num_devices is not None
+        if 2 * cell.num_devices < cell.row.num_devices or cell.saved:
+            assert cell.reason
+
+
+@cache
+def opinions() -> tuple[Verdict, ...]:
+    return tuple(verdicts(Priced("mindspeed_llm")))
+
+
+def test_hand_tuned_layouts_are_accepted_or_explained() -> None:
+    assert len(opinions()) == len(tuned_rows()) > 80
+    for verdict in opinions():
+        assert verdict.broken == [], verdict.row.script
+        assert verdict.fits or verdict.reason
+    assert not [v.row.script for v in opinions() if v.reason.startswith("unexplained")]
+    assert sum(v.fits for v in opinions()) >= 60
+
+
+def test_the_first_choice_is_no_slower_than_the_hand_tuned_one() -> None:
+    for verdict in opinions():
+        if verdict.fits:
+            assert verdict.best is not None
+            assert verdict.best_s <= verdict.tuned_s * 1.002, verdict.row.script

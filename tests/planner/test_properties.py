@@ -107,7 +107,12 @@ def setting_of(card: ModelCard, engine: str, *overrides: str) -> Setting:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(LAYOUTS, min_size=1, max_size=6), st.sampled_from(sorted(CARDS)), st.sampled_from(sorted(ENGINES)), st.sampled_from(["full", "lora"]))
+@given(
+    st.lists(LAYOUTS, min_size=1, max_size=6),
+    st.sampled_from(sorted(CARDS)),
+    st.sampled_from(sorted(ENGINES)),
+    st.sampled_from(["full", "lora"]),
+)
 def test_thousands_are_priced_as_one_is(layouts: list[Layout], name: str, engine: str, tuning: str) -> None:
     card = CARDS[name]
     layouts = [layout for layout in layouts if layout.pp * layout.vpp <= card.num_layers]
@@ -161,7 +166,9 @@ def test_more_expert_parallelism_never_costs_bytes_at_rest(engine: str) -> None:
     assert held == sorted(held, reverse=True)
 
 
-@pytest.mark.parametrize(("flag", "gone"), [("offload_optimizer", "moments"), ("reuse_params", "masters"), ("offload_activations", "activations")])
+@pytest.mark.parametrize(
+    ("flag", "gone"), [("offload_optimizer", "moments"), ("reuse_params", "masters"), ("offload_activations", "activations")]
+)
 def test_savings_lower_their_term(flag: str, gone: str) -> None:
     setting = setting_of(CARDS["qwen3-8b"], "megatron")
 
@@ -224,13 +231,17 @@ def test_changing_a_layout_field_changes_the_native_job_or_is_refused(field: str
     card, recipe = CARDS["llama-3.2-1b"], recipe_of("--cluster=cpu")
     plain = Layout()
     others: dict[str, Any] = {"zero": 1, "sp": True, "schedule": "gpipe", "recompute": "full", "optim_dtype": "bfloat16"}
-    value = others.get(field, True if isinstance(getattr(plain, field), bool) else getattr(plain, field) + 1 if field not in others else None)
+    value = others.get(
+        field, True if isinstance(getattr(plain, field), bool) else getattr(plain, field) + 1 if field not in others else None
+    )
     changed = plain.model_copy(update={field: value})
     native = BACKENDS["native"]
 
     def job(layout: Layout) -> Any:
         return native.render(
-            Plan(recipe=recipe, card=card, backend="native", cluster=CLUSTER, layout=layout, dtype="float32", run_dir="r", memory=[], why=[])
+            Plan(
+                recipe=recipe, card=card, backend="native", cluster=CLUSTER, layout=layout, dtype="float32", run_dir="r", memory=[], why=[]
+            )
         )
 
     assert native.refuse(recipe, card, changed) or job(changed) != job(plain)

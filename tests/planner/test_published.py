@@ -13,8 +13,8 @@ from ascendfactory.core.plan import Cluster, Layout, ModelCard
 from ascendfactory.core.recipe import Batch, Data, Model, Recipe, Source
 from ascendfactory.planner.calibrate import Row, fit, leave_one_out, rows, sample_of
 from ascendfactory.planner.engines import engine_of
-from ascendfactory.planner.memory import GIB, Setting, peak_bytes
 from ascendfactory.planner.grid import grid_of
+from ascendfactory.planner.memory import GIB, Setting, peak_bytes
 from ascendfactory.planner.priced import Priced
 from ascendfactory.planner.table import Cell, cells
 from ascendfactory.planner.time import modelled_seconds

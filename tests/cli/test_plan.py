@@ -1,0 +1,83 @@
+"""`ascendfactory plan` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ascendfactory import cli
+from ascendfactory.core.plan import Plan
+
+RECIPE = "model: qwen3-32b\ndata: {train: d.jsonl, seq_len: 4096}\nbatch: 64\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("LC_ALL", "en_US.UTF-8")
+    (tmp_path / "big.yaml").write_text(RECIPE, encoding="utf-8")
+    return "big.yaml"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.run(["plan", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_what_people_see(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, file, "--devices", "4x8 snt9b", "--top", "2")
+    for part in ("4 x 8 snt9b: dp", "memory of", "activations", "predicted step", "matrix products", "tokens/s a device", "±", "next best"):
+        assert part in text
+    assert text.count("% mindspeed_llm") == 2
+    assert "passed over:" in text
+    assert "cannot launch it yet" in text
+
+
+def test_the_same_in_chinese(file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", "zh_CN.UTF-8")
+    text = told(capsys, file, "--devices", "4x8 snt9b", "--layout", "tp=8,pp=2")
+    for part in ("激活", "预测单步时间", "矩阵乘", "次优方案", "未选用", "级"):
+        assert part in text
+
+
+def test_json_is_the_plan(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.model_validate(json.loads(told(capsys, file, "--devices", "2x8 snt9b", "--json")), strict=False)
+    assert plan.cluster.num_devices == 16
+    assert plan.prediction is not None
+
+
+def test_one_layout_is_priced(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = json.loads(told(capsys, file, "--devices=2x8 snt9b", "--layout=tp=8,pp=2,vpp=1", "--json"))
+    assert [plan["layout"][name] for name in ("tp", "pp", "vpp", "dp")] == [8, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "line"),
+    [
+        ("tq=8", "--layout: 'tq=8' is no part of a layout; did you mean 'tp=...'? such as tp=8,pp=2"),
+        ("tp", "--layout: 'tp' is no part of a layout; did you mean 'tp=...'? such as tp=8,pp=2"),
+    ],
+)
+def test_a_mistaken_layout_is_told(file: str, capsys: pytest.CaptureFixture[str], layout: str, line: str) -> None:
+    assert cli.run(["plan", file, f"--layout={layout}"]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+
+
+def test_a_layout_that_does_not_fit_is_refused_with_its_fix(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", file, "--devices=2x8 snt9b", "--layout=tp=16", "--backend=mindspeed_llm"]) == 2
+    err = capsys.readouterr().err
+    assert "tp 16 does not divide 8 key/value heads; write tp: 8, dp: auto" in err
+
+
+def test_fewest_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys, file, "--devices=snt9b", "--min-devices").splitlines()
+    assert any(line.startswith("mindspeed_llm") and "2x8 snt9b" in line for line in lines)
+
+
+def test_the_table_of_one_model(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "qwen3-0.6b", "--table")
+    assert "Qwen3-0.6B" in text
+    assert "whole node: the seed rounds up to 8" in text

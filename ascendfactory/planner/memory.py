@@ -248,7 +248,7 @@ def _activations(c: Columns) -> Ints:
     hidden = setting.card.hidden_size
     per_layer: dict[tuple[int, bool], Ints] = {}
     kinds = [flag for flag, layers in ((False, stages.dense_layers), (True, stages.moe_layers)) if layers.any()]
-    for mode in {0, *(int(m) for m in np.unique(grid.recompute))}:
+    for mode in {0, *set(grid.recompute.tolist())}:
         for is_moe in kinds:
             per_layer[mode, is_moe] = _layer_on_device(c, RECOMPUTES[mode], is_moe)
     mode_column = grid.recompute[:, None]
@@ -261,7 +261,7 @@ def _activations(c: Columns) -> Ints:
     largest = _largest_layer(c)
     for is_moe in kinds:
         plain = per_layer[0, is_moe]
-        for mode in {int(m) for m in np.unique(grid.recompute)}:
+        for mode in set(grid.recompute.tolist()):
             layers = done[is_moe] * per_layer[mode, is_moe] + (counts[is_moe] - done[is_moe]) * plain
             kept += np.where(mode_column == mode, layers, 0)
     held = kept * _in_flight(c) // grid.vpp[:, None]

@@ -15,7 +15,7 @@ from ascendfactory.planner.search import make_plan
 from tests.examples import CPU
 
 ROOT = Path(__file__).resolve().parents[2]
-STARTERS = sorted((ROOT / "recipes").glob("*.yaml"))
+STARTERS = sorted((ROOT / "recipes").glob("*xcpu.yaml"))
 # <model>_<objective>-<tuning>_<length>_<count>x<device>.yaml
 NAME = re.compile(r"^(?P<model>[\w.\-]+?)_(?P<objective>[a-z]+)-(?P<tuning>[a-z]+)_(?P<length>\d+k?)_(?P<count>\d+)x(?P<device>[\w.\-]+)$")
 

@@ -81,6 +81,7 @@ bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## side by side with LLaMA-Factory o
 docs: $(READY)  ## write the generated pages of docs/ anew
 	$(PYTHON) docs/generate_models.py
 	$(PYTHON) docs/generate_recipe.py
+	$(PYTHON) docs/generate_planner.py
 
 clean:  ## remove caches and the demo's run; environments, models and runs/ stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache .pytest_cache demo/run

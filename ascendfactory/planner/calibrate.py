@@ -23,7 +23,8 @@ from ascendfactory.core.measured import Measurement
 from ascendfactory.core.plan import Cluster, Fact, Layout
 from ascendfactory.core.recipe import Batch, Data, Full, Lora, Model, Recipe, Source
 from ascendfactory.planner.engines import ENGINES, engine_of
-from ascendfactory.planner.memory import Setting
+from ascendfactory.planner.grid import grid_of
+from ascendfactory.planner.memory import GIB, Setting, peak_bytes
 
 ROUTING_STEPS = np.geomspace(0.1, 10, 61)  # multiples of the modelled routing cost that are tried
 NARROWEST_BAND, UNMEASURED_BAND, BORROWED_BAND = 0.10, 0.5, 0.35
@@ -85,6 +86,31 @@ class Row(Fact):
         schedule = "interleaved" if layout.vpp > 1 else "1f1b"
         num_micro = self.global_size // (layout.dp * layout.micro_size)
         return layout.model_copy(update={"num_micro": num_micro, "schedule": schedule})
+
+
+class MemoryRow(Fact):
+    """A published peak of memory."""
+
+    model: str
+    shape: dict[str, Any] = Field(default={})
+    num_devices: int
+    seq_len: int
+    layout: dict[str, Any]
+    gib: float
+    source: str
+
+    def predicted_gib(self) -> float:
+        """What the planner says of it."""
+        recipe = Recipe(model=Model(path=self.model), data=Data(train=[Source(path="d")], seq_len=self.seq_len), batch=Batch(global_size=8))
+        cluster = Cluster(device=find_device("h100"), nodes=self.num_devices // 8, nproc=8)
+        setting = Setting(find_card(self.model).model_copy(update=self.shape), recipe, cluster, "bfloat16", engine_of("torchtitan"))
+        return float(peak_bytes(setting, grid_of([Layout(**self.layout)]))[0]) / GIB
+
+
+def memory_rows() -> list[MemoryRow]:
+    """The published peaks of the catalogue."""
+    text = (files("ascendfactory.catalog") / "published_memory.toml").read_text(encoding="utf-8")
+    return [MemoryRow.model_validate(row) for row in tomllib.loads(text)["rows"]]
 
 
 @dataclass(frozen=True)

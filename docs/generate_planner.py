@@ -117,19 +117,9 @@ def memory(zh: bool) -> str:
     for row in memory_rows():
         predicted = row.predicted_gib()
         words = ", ".join(f"{key} {value}" for key, value in row.layout.items())
-        name = row.shape.get("name", row.model)
-        lines.append(
-            (
-                name,
-                str(row.num_devices),
-                str(row.seq_len),
-                words,
-                f"{row.gib}",
-                f"{predicted:.1f}",
-                f"{100 * (predicted / row.gib - 1):+.1f} %",
-                row.source,
-            )
-        )
+        error = f"{100 * (predicted / row.gib - 1):+.1f} %"
+        name = str(row.shape.get("name", row.model))
+        lines.append((name, str(row.num_devices), str(row.seq_len), words, f"{row.gib}", f"{predicted:.1f}", error, row.source))
     return table(heads, lines)
 
 
@@ -160,7 +150,10 @@ def tuned_summary(zh: bool) -> str:
     total, others = len(opinions()), len(opinions()) - len(fits)
     if zh:
         return f"{total} 个脚本：全部合法，{len(fits)} 个放得下，{others} 个由说明列解释；放得下的行中自选布局更慢的有 {slower} 个。\n"
-    return f"{total} scripts: all legal, {len(fits)} fit, {others} are explained in the last column; of those that fit, the planner's own choice is slower in {slower}.\n"
+    return (
+        f"{total} scripts: all legal, {len(fits)} fit, {others} are explained in the last column; "
+        f"of those that fit, the planner's own choice is slower in {slower}.\n"
+    )
 
 
 def page(zh: bool) -> str:
@@ -171,7 +164,8 @@ def page(zh: bool) -> str:
             "# 最少设备数、速度与手调布局：规划器与已公布数据对照\n\n由 `docs/generate_planner.py` 生成；模型见 [planner.md](planner.md)。\n\n"
             f"## 最少设备数（Snt9b，每设备可用 {usable:.1f} GiB；? 为推断读法）\n\n{device_summary(zh)}\n{devices(zh)}\n"
             f"## 速度，每设备；每行由其余行预测（留一）\n\n{speeds(zh)}\n256k 行为拼接数据，来源未给出文档长度，这里假设 16384；"
-            f"下表为各假设下的 预测/实测：\n\n{lengths(zh)}\n## 内存：torchtitan 公布的峰值\n\n{memory(zh)}\n## MindSpeed-LLM 官方脚本\n\n{tuned_summary(zh)}\n{tuned(zh)}"
+            f"下表为各假设下的 预测/实测：\n\n{lengths(zh)}\n## 内存：torchtitan 公布的峰值\n\n{memory(zh)}\n"
+            f"## MindSpeed-LLM 官方脚本\n\n{tuned_summary(zh)}\n{tuned(zh)}"
         )
     return (
         "# Smallest device counts, speeds and hand-tuned layouts beside the planner's\n\n"

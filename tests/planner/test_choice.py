@@ -28,7 +28,9 @@ from ascendfactory.api import load_recipe, make_plan
 text = "model: deepseek-v3\\nobjective: pretrain\\ndata: {train: d.jsonl, seq_len: 4096}\\nbatch: 3840\\ncluster: 32x16 snt9b23"
 plan = make_plan(load_recipe(text), launchable=False)
 used = resource.getrusage(resource.RUSAGE_SELF)
-print(json.dumps([used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, plan.why[1], plan.layout.num_devices, plan.peak_bytes / 2**30]))
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))  # ru_maxrss would be that of the process that forked this one
+mib = int(status["VmHWM"].split()[0]) / 1024
+print(json.dumps([used.ru_utime + used.ru_stime, mib, plan.why[1], plan.layout.num_devices, plan.peak_bytes / 2**30]))
 """
 
 

@@ -20,6 +20,7 @@ RUNTIME_BYTES = {"cpu": 700 * 2**20, "cuda": 3 * GIB // 2, "npu": 2 * GIB}  # in
 LEAN_MLP_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "smollm3"})  # those that engine/kernels.py knows
 LEAN_NORM_FAMILIES = LEAN_MLP_FAMILIES | {"glm", "glm4", "phi3"}
 FUSED_MLP_FAMILIES = frozenset({"glm", "glm4", "phi3"})  # gate and up are one linear layer, gate_up_proj
+FUSED_QKV_FAMILIES = frozenset({"phi3"})  # q, k and v are one linear layer, qkv_proj
 NUM_TARGETS = 7  # adapted linear layers of a decoder layer: q, k, v, o, gate, up, down
 TARGETS = {
     **{"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
@@ -47,7 +48,7 @@ def _fused_target(card: ModelCard, role: str) -> str | None:
     """The linear layer that holds a projection together with its neighbours, where a family has one."""
     if card.family in FUSED_MLP_FAMILIES and role in ("mlp_gate", "mlp_up"):
         return "gate_up_proj"
-    return "qkv_proj" if card.family == "phi3" and role in ("q", "k", "v") else None
+    return "qkv_proj" if card.family in FUSED_QKV_FAMILIES and role in ("q", "k", "v") else None
 
 
 def trainable_params(card: ModelCard, tuning: Tuning) -> int:
@@ -58,11 +59,10 @@ def trainable_params(card: ModelCard, tuning: Tuning) -> int:
 def layer_saved_bytes(card: ModelCard, tuning: Tuning, tokens: int, element_bytes: int) -> int:
     """What one decoder layer keeps for its backward pass, without recomputation.
 
-    Per token: a lean norm keeps its input (e·h) and a scale (4); an eager one (Gemma and families unknown to
-    the engine's kernels) its fp32 input (4h), a scale and, if
-    its weight is trained, the normalised input (4h). Each linear layer whose weight or adapter is trained keeps its input.
-    Attention keeps q, k, v, its output and a log-sum-exp a head. The lean gated MLP keeps gate and up (2e·f); the eager
-    one silu(gate) and, for the down projection's own gradient, the product as well.
+    Per token: a lean norm keeps its input (e·h) and a scale (4); an eager one (Gemma and families unknown to the engine's
+    kernels) its fp32 input (4h), a scale and, if its weight is trained, the normalised input (4h). Each linear layer whose
+    weight or adapter is trained keeps its input. Attention keeps q, k, v, its output and a log-sum-exp a head. The lean gated
+    MLP keeps gate and up (2e·f); the eager one silu(gate) and, for the down projection's own gradient, the product as well.
 
     Args:
         tokens: of a micro-batch on one device.
@@ -76,13 +76,17 @@ def layer_saved_bytes(card: ModelCard, tuning: Tuning, tokens: int, element_byte
     if card.qk_norm:
         norms += norm_unit * (q_size + kv_size) + 4 * (card.num_heads + card.num_kv_heads)
     attention = e * (2 * q_size + 2 * kv_size) + 4 * card.num_heads
+    if card.family in FUSED_QKV_FAMILIES:
+        attention += e * (q_size + kv_size)  # v is a view of the one product, which stays whole beside the rotated q and k
     lean_mlp = not is_lora and card.family in LEAN_MLP_FAMILIES
     mlp = (2 if lean_mlp else 4) * e * f
     # q, k, v share one input, gate and up another
     inputs = 2 * h * e
-    adapters = 4 * NUM_TARGETS * tuning.rank if isinstance(tuning, Lora) else 0
-    if is_lora and e != 4:  # peft casts the input of each target to the adapter's fp32, a copy of its own
-        adapters += 4 * (5 * h + q_size + f) - e * (2 * h + f)
+    adapters = e * NUM_TARGETS * tuning.rank if isinstance(tuning, Lora) else 0
+    if isinstance(tuning, Lora) and tuning.dropout:
+        # each target keeps a dropped copy of its input and the noise, in place of the shared input
+        num_inputs = 4 if card.family in FUSED_MLP_FAMILIES else 5
+        adapters += 2 * e * (num_inputs * h + q_size + f) - e * (2 * h + f)
     return tokens * (norms + inputs + attention + mlp + adapters)
 
 

@@ -11,6 +11,7 @@ from ascendfactory.planner.memory import GIB, memory_terms
 from ascendfactory.planner.rules import illegal
 
 USABLE = 0.92  # share of a device's memory that is planned with; the rest is for fragmentation
+SHORTEST_ROW_TOKENS = 256  # rows are not advised to be cut below this
 ROOMIER = "memory.roomier"  # refused only because a leaner layout follows
 ENOUGH_TOKENS = {"cpu": 2048, "cuda": 16384, "npu": 16384}  # of a micro-batch; more no longer makes the GEMMs faster
 
@@ -31,10 +32,12 @@ def make_plan(recipe: Recipe, card: ModelCard, cluster: Cluster, backends: Mappi
     names = list(backends) if recipe.backend == "auto" else [recipe.backend]
     refusals: list[Refusal] = []
     for layout in candidates(recipe, cluster):
-        terms = memory_terms(card, recipe, layout, dtype, cluster)
+        broken = illegal(recipe, card, cluster, layout)
+        # bytes of a layout that cannot exist mean nothing
+        terms = [] if broken else memory_terms(card, recipe, layout, dtype, cluster)
         for name in names:
             refused = _unknown_backend(name) if name not in backends else backends[name].refuse(recipe, card, layout)
-            refused = [*refused, *illegal(recipe, card, cluster, layout), *_too_big(recipe, card, layout, cluster, terms, dtype)]
+            refused = [*refused, *broken, *_too_big(recipe, card, layout, cluster, terms, dtype)]
             if not refused:
                 return Plan(
                     recipe=recipe,
@@ -118,22 +121,30 @@ def _room_bytes(cluster: Cluster) -> int:
 
 
 def _leaner_setting(recipe: Recipe, card: ModelCard, layout: Layout, cluster: Cluster, dtype: str) -> dict[str, Any]:
-    """The mildest change with which the recipe fits: recomputation, micro-batch, shorter rows, LoRA; {} = none does."""
-    changes: dict[str, Any] = {}
-    if layout.recompute == "none":
-        changes["layout.recompute"] = "auto"
-        layout = layout.model_copy(update={"recompute": "full"})
-    if layout.micro_size > 1:
-        changes["batch.micro_size"] = "auto"
-        layout = layout.model_copy(update={"num_micro": layout.num_micro * layout.micro_size, "micro_size": 1})
+    """The mildest change with which the recipe fits; {} = none does.
+
+    Tried one upon the other: recomputation, micro-batches of one row, full sharding; then ever shorter rows; at last LoRA.
+    """
 
     def fits(tried: Recipe) -> bool:
         return sum(term.num_bytes for term in memory_terms(card, tried, layout, dtype, cluster)) <= _room_bytes(cluster)
 
+    changes: dict[str, Any] = {}
+    for key, value, leaner in (
+        ("layout.recompute", "auto", {"recompute": "full"}),
+        ("batch.micro_size", "auto", {"micro_size": 1, "num_micro": layout.num_micro * layout.micro_size}),
+        ("layout.zero", 3, {"zero": 3}),
+        ("layout.replicate", 1, {"replicate": 1}),
+    ):
+        changed = layout.model_copy(update=leaner)
+        if changed != layout:
+            layout, changes = changed, changes | {key: value}
+            if fits(recipe):
+                return changes
     tunings: list[Tuning] = [recipe.tuning] if isinstance(recipe.tuning, Lora) else [recipe.tuning, Lora()]
     for tuning in tunings:
         seq_len = recipe.data.seq_len
-        while seq_len >= 8:
+        while seq_len >= SHORTEST_ROW_TOKENS or seq_len == recipe.data.seq_len:
             data = recipe.data.model_copy(update={"seq_len": seq_len})
             if fits(recipe.model_copy(update={"tuning": tuning, "data": data})):
                 shorter = {"data.seq_len": seq_len} if seq_len < recipe.data.seq_len else {}
@@ -167,7 +178,8 @@ def _reasons(recipe: Recipe, layout: Layout, cluster: Cluster, dtype: str, backe
     if spec.dp == "auto":
         reasons.append(f"dp {layout.dp}: all {cluster.num_devices} device(s)")
     if spec.recompute == "auto":
-        text = "everything fits without" if layout.recompute == "none" else "the activations do not fit otherwise; costs a third more compute"
+        needed = "the activations do not fit otherwise; costs a third more compute"
+        text = "everything fits without" if layout.recompute == "none" else needed
         reasons.append(f"recompute {layout.recompute}: {text}")
     if recipe.batch.micro_size == "auto":
         reasons.append(

@@ -74,9 +74,12 @@ format: $(READY)  ## let ruff mend what it can
 $(LF_VENV)/bin/python:
 	benchmarks/llamafactory_env.sh $(LF_VENV) $(BASE)
 
-bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## side by side with LLaMA-Factory on this CPU (makes .venv-llamafactory first)
+bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## every benchmark, side by side with LLaMA-Factory on this CPU (see benchmarks/README.md)
 	$(PYTHON) demo/smollm2.py --dtype float32
 	$(PYTHON) benchmarks/sft_speed.py --llamafactory $(LF_VENV)
+	$(PYTHON) benchmarks/data_speed.py --llamafactory $(LF_VENV)
+	$(PYTHON) benchmarks/loop_overhead.py
+	$(PYTHON) benchmarks/resume.py
 
 docs: $(READY)  ## write the generated pages of docs/ anew
 	$(PYTHON) docs/generate_models.py

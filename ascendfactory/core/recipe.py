@@ -93,9 +93,7 @@ class Ppo(Section):
     kind: Literal["ppo"] = "ppo"
 
 
-Objective = Annotated[
-    Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")
-]
+Objective = Annotated[Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")]
 
 
 class Full(Section):
@@ -218,7 +216,7 @@ class Optim(Section):
         "cosine", description="shape after the warm-up; wsd = warm-up, stable, decay over the last decay_fraction"
     )
     warmup: Annotated[Warmup, BeforeValidator(_warmup)] = Warmup(amount=0.03)
-    min_lr_ratio: Fraction = Field(0.0, description="the last learning rate as a share of lr")
+    min_lr_ratio: Fraction = Field(0.0, description="where the learning rate goes, as a share of lr; the step after the last would have it")
     decay_fraction: Fraction = Field(0.1, description="wsd only: share of the run in which the rate falls")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms and biases")
     beta1: Fraction = 0.9
@@ -280,7 +278,9 @@ class Output(Section):
 
     dir: str | None = Field(None, description="run folder; by default runs/<name of the recipe>")
     export: bool = Field(True, description="write a Hugging Face folder (or a peft adapter) at the end")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="dtype of exported weights; auto = the model's own")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="dtype of exported weights; auto = the model's own"
+    )
     log_every: PositiveInt = Field(1, description="steps between progress lines")
     eval_every: Annotated[Duration, BeforeValidator(_duration)] = Duration(amount=100, unit="steps")
     sample_prompts: list[str] = Field(default=[], description="questions answered before and after training, shown in the report")

@@ -1,4 +1,4 @@
-"""A run, assembled from its plan in a fixed order: mesh, data, model, adapters, recomputation, sharding, weights, optimizer, checkpoints."""
+"""A run, assembled in a fixed order: mesh, data, model, adapters, recomputation, sharding, weights, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -55,19 +55,15 @@ def build(plan: Plan) -> Run:
     """
     recipe, layout = plan.recipe, plan.layout
     devices.keep_freed_memory()
-    torch.manual_seed(recipe.seed)
     mesh = make_mesh(layout, plan.cluster.device.kind, grouped=needs_fsdp(plan))
+    torch.manual_seed(models.name_seed(recipe.seed, f"dropout of rank {mesh.rank}"))
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template)
-    data = open_data(
-        recipe, tokenizer, dp_rank=mesh.rank, dp_size=mesh.size, micro_size=layout.micro_size, num_micro=layout.num_micro
-    )
+    data = open_data(recipe, tokenizer, dp_rank=mesh.rank, dp_size=mesh.size, micro_size=layout.micro_size, num_micro=layout.num_micro)
     model = build_model(plan, mesh)
     num_steps = data.num_steps(recipe.duration)
     optimizer = Optimizer(model, recipe.optim, num_steps, mesh, layout.replicate)
     run_dir = Path(plan.run_dir)
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints", mesh, keep=recipe.checkpoint.keep, asynchronous=recipe.checkpoint.asynchronous
-    )
+    checkpoints = Checkpoints(run_dir / "checkpoints", mesh, keep=recipe.checkpoint.keep, asynchronous=recipe.checkpoint.asynchronous)
     return Run(plan, mesh, tokenizer, data, model, optimizer, checkpoints, Reporter(run_dir, mesh.is_first), num_steps)
 
 

@@ -197,7 +197,9 @@ class Checkpoints:
             found, damaged = box
         if resume not in ("auto", "none") and not found:
             reason = damaged[0] if damaged else f"{resume} is no checkpoint"
-            raise UserError("checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点")
+            raise UserError(
+                "checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点"
+            )
         return (Path(found) if found else None), damaged
 
     def _search(self, resume: str, damaged: list[str]) -> Path | None:

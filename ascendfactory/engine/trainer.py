@@ -91,7 +91,7 @@ def train_step(run: Run, stop: StopSignal) -> StepMetrics:
         step_s=step_s,
         tokens_per_s=counts.tokens / step_s,
         mfu=model_flops_utilisation(run.plan, flops, step_s),
-        memory_bytes=devices.peak_memory_bytes(run.mesh.device),
+        memory_bytes=int(run.mesh.max(devices.peak_memory_bytes(run.mesh.device))),
         skipped=skipped,
     )
 

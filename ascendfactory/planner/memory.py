@@ -124,6 +124,12 @@ def memory_terms(card: ModelCard, recipe: Recipe, layout: Layout, dtype: str, cl
             num_bytes=2 * HEAD_CHUNK_BYTES + (0 if isinstance(recipe.tuning, Lora) else 4 * card.vocab_size * card.hidden_size),
             formula="2 fp32 chunks + 4·V·h (the head's gradient on its way)",
         ),
+        MemoryTerm(
+            name="checkpoint copy",
+            # elsewhere the copy is in the host's memory
+            num_bytes=12 * trained // shard if recipe.checkpoint.asynchronous and cluster.device.kind == "cpu" else 0,
+            formula="12·T / n, while a checkpoint is written beside training",
+        ),
         MemoryTerm(name="runtime", num_bytes=RUNTIME_BYTES[cluster.device.kind], formula="interpreter, libraries, device context"),
     ]
     return [term for term in terms if term.num_bytes]

@@ -48,9 +48,9 @@ def train_steps(plan: Plan) -> Iterator[StepMetrics]:
             if run.data.has_eval and (last or run.step % eval_every == 0):
                 metrics = metrics.model_copy(update={"eval_loss": evaluate(run)})
             better = _is_better(run, metrics.eval_loss)
+            run.reporter.step(metrics)
             if last or better or run.step % save_every == 0:
                 save(run, best=better, last=last)
-            run.reporter.step(metrics)
             yield metrics
             if stop.agreed:
                 break

@@ -18,7 +18,7 @@ LF_VENV    := .venv-llamafactory
 # What the chat and the answers are of.
 MODEL ?= demo/run/export
 
-.PHONY: help setup demo chat test test-slow lint format bench docs clean
+.PHONY: help setup demo chat test lint format bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 \t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 19
@@ -56,10 +56,7 @@ chat: $(READY)  ## talk to the demo's model (another: MODEL=folder)
 	@$(VENV)/bin/ascendfactory chat $(MODEL)
 
 test: $(READY)  ## the tests
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m "not slow"
-
-test-slow: $(READY)  ## the heavier tests; pytest's code 5 says that there are none
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m slow || test $$? -eq 5
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest
 
 lint: $(READY)  ## ruff, mypy and the rules of who may import whom
 	$(VENV)/bin/ruff check .
@@ -74,9 +71,12 @@ format: $(READY)  ## let ruff mend what it can
 $(LF_VENV)/bin/python:
 	benchmarks/llamafactory_env.sh $(LF_VENV) $(BASE)
 
-bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## side by side with LLaMA-Factory on this CPU (makes .venv-llamafactory first)
+bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## every benchmark, side by side with LLaMA-Factory on this CPU (see benchmarks/README.md)
 	$(PYTHON) demo/smollm2.py --dtype float32
 	$(PYTHON) benchmarks/sft_speed.py --llamafactory $(LF_VENV)
+	$(PYTHON) benchmarks/data_speed.py --llamafactory $(LF_VENV)
+	$(PYTHON) benchmarks/loop_overhead.py
+	$(PYTHON) benchmarks/resume.py
 
 docs: $(READY)  ## write the generated pages of docs/ anew
 	$(PYTHON) docs/generate_models.py

@@ -25,9 +25,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
         function, rank, size, port, args = task
-        os.environ.update(
-            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         try:
             pipe.send((True, function(*args)))
         except BaseException as error:

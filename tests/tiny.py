@@ -33,7 +33,11 @@ def config(family: str, **changes: Any) -> Any:
     if family in ("qwen3", "glm4", "gemma3"):
         settings["head_dim"] = 8
     if family == "gemma3":
-        settings |= {"sliding_window": 16, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        settings |= {
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        }
     if family == "glm4":
         settings |= {"attention_bias": True, "partial_rotary_factor": 0.5}
     classes = {
@@ -98,6 +102,10 @@ def write_chats(path: Path, num_samples: int, seed: int = 0) -> str:
 
     with path.open("w", encoding="utf-8") as file:
         for _ in range(num_samples):
-            turns = [m for _ in range(dice.randint(1, 2)) for m in ({"role": "user", "content": text(8)}, {"role": "assistant", "content": text(12)})]
+            turns = [
+                m
+                for _ in range(dice.randint(1, 2))
+                for m in ({"role": "user", "content": text(8)}, {"role": "assistant", "content": text(12)})
+            ]
             file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
     return str(path)

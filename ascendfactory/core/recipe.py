@@ -216,7 +216,7 @@ class Optim(Section):
         "cosine", description="shape after the warm-up; wsd = warm-up, stable, decay over the last decay_fraction"
     )
     warmup: Annotated[Warmup, BeforeValidator(_warmup)] = Warmup(amount=0.03)
-    min_lr_ratio: Fraction = Field(0.0, description="the last learning rate as a share of lr")
+    min_lr_ratio: Fraction = Field(0.0, description="where the learning rate goes, as a share of lr; the step after the last would have it")
     decay_fraction: Fraction = Field(0.1, description="wsd only: share of the run in which the rate falls")
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="not applied to norms and biases")
     beta1: Fraction = 0.9

@@ -96,16 +96,27 @@ def _empty_output(q_BHSD: Tensor) -> Tensor:
 def _any_device_documents(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, spans: Spans, scale: float, window: int | None, dropout: float
 ) -> Tensor:
-    """The same by torch's scaled_dot_product_attention, for every device and for attention dropout."""
-    out_BHSD = _empty_output(q_BHSD)
-    for row, start, stop in spans:
-        at = (slice(row, row + 1), slice(None), slice(start, stop))
-        length = stop - start
-        mask = None if window is None or length <= window else window_mask(length, window, q_BHSD.device)
-        out_BHSD[at] = functional.scaled_dot_product_attention(
-            q_BHSD[at], k_BKSD[at], v_BKSD[at], attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-    return out_BHSD
+    """The same by torch's scaled_dot_product_attention, for every device and for attention dropout.
+
+    Rows are split and joined again, not indexed: the backward of a split is one join, that of an index a pass over the whole.
+    """
+    out_rows = []
+    for row in range(q_BHSD.shape[0]):
+        lengths = [stop - start for at, start, stop in spans if at == row]
+        padding = q_BHSD.shape[2] - sum(lengths)
+        parts = (t[row : row + 1].split([*lengths, padding], dim=2) for t in (q_BHSD, k_BKSD, v_BKSD))
+        documents = list(zip(*parts, strict=True))
+        out = [_one_document(q, k, v, scale, window, dropout) for q, k, v in documents[:-1]]
+        out_rows.append(torch.cat([*out, torch.zeros_like(documents[-1][0])], dim=2))
+    return torch.cat(out_rows)
+
+
+def _one_document(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float, window: int | None, dropout: float) -> Tensor:
+    length = q_BHSD.shape[2]
+    mask = None if window is None or length <= window else window_mask(length, window, q_BHSD.device)
+    return functional.scaled_dot_product_attention(
+        q_BHSD, k_BKSD, v_BKSD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
 
 
 def attend(

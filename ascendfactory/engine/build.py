@@ -1,4 +1,4 @@
-"""A run, assembled from its plan in a fixed order: mesh, data, model, adapters, recomputation, sharding, weights, optimizer, checkpoints."""
+"""A run, assembled in a fixed order: mesh, data, model, adapters, recomputation, sharding, weights, optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -55,19 +55,15 @@ def build(plan: Plan) -> Run:
     """
     recipe, layout = plan.recipe, plan.layout
     devices.keep_freed_memory()
-    torch.manual_seed(recipe.seed)
     mesh = make_mesh(layout, plan.cluster.device.kind, grouped=needs_fsdp(plan))
+    torch.manual_seed(models.name_seed(recipe.seed, f"dropout of rank {mesh.rank}"))
     tokenizer = load_tokenizer(recipe.model.path, recipe.data.chat_template)
-    data = open_data(
-        recipe, tokenizer, dp_rank=mesh.rank, dp_size=mesh.size, micro_size=layout.micro_size, num_micro=layout.num_micro
-    )
+    data = open_data(recipe, tokenizer, dp_rank=mesh.rank, dp_size=mesh.size, micro_size=layout.micro_size, num_micro=layout.num_micro)
     model = build_model(plan, mesh)
     num_steps = data.num_steps(recipe.duration)
     optimizer = Optimizer(model, recipe.optim, num_steps, mesh, layout.replicate)
     run_dir = Path(plan.run_dir)
-    checkpoints = Checkpoints(
-        run_dir / "checkpoints", mesh, keep=recipe.checkpoint.keep, asynchronous=recipe.checkpoint.asynchronous
-    )
+    checkpoints = Checkpoints(run_dir / "checkpoints", mesh, keep=recipe.checkpoint.keep, asynchronous=recipe.checkpoint.asynchronous)
     return Run(plan, mesh, tokenizer, data, model, optimizer, checkpoints, Reporter(run_dir, mesh.is_first), num_steps)
 
 
@@ -79,11 +75,30 @@ def needs_fsdp(plan: Plan) -> bool:
 def build_model(plan: Plan, mesh: Mesh) -> CausalLM:
     """The model on its device, sharded, filled, in training mode."""
     recipe = plan.recipe
-    dtype = torch_dtype(plan.dtype)
-    hf: Any = models.build_on_meta(models.read_config(recipe.model.path))
-    base = hf
+    model, base = assemble_model(plan, mesh, models.read_config(recipe.model.path))
+    models.materialize(model, base, mesh.device)
+    if recipe.model.init == "random":
+        models.draw_weights(base, recipe.seed)
+    else:
+        models.load_weights(base, recipe.model.path)
     if isinstance(recipe.tuning, Lora):
-        hf = adapter.apply_lora(base, recipe.tuning)
+        adapter.draw_adapter(model.hf, recipe.seed)
+        if recipe.tuning.adapter:
+            adapter.load_adapter(model.hf, recipe.tuning.adapter)
+    return model.train()
+
+
+def assemble_model(plan: Plan, mesh: Mesh, config: Any) -> tuple[CausalLM, Any]:
+    """The model as it will run, still on meta.
+
+    Returns:
+        The root module, and the transformers model inside it (below peft's wrapper if there are adapters).
+    """
+    dtype = torch_dtype(plan.dtype)
+    hf: Any = models.build_on_meta(config)
+    base = hf
+    if isinstance(plan.recipe.tuning, Lora):
+        hf = adapter.apply_lora(base, plan.recipe.tuning)
         _store_frozen_as(hf, dtype)
     apply_kernels(base)
     apply_recompute(base, plan.layout.recompute)
@@ -91,16 +106,7 @@ def build_model(plan: Plan, mesh: Mesh) -> CausalLM:
     if mesh.dp is not None:
         apply_fsdp(model, models.decoder_layers(base), mesh.dp, plan.layout, dtype)
         register_fsdp_forward_method(model, "generate")
-    models.materialize(model, base, mesh.device)
-    if recipe.model.init == "random":
-        models.draw_weights(base, recipe.seed)
-    else:
-        models.load_weights(base, recipe.model.path)
-    if isinstance(recipe.tuning, Lora):
-        adapter.draw_adapter(hf, recipe.seed)
-        if recipe.tuning.adapter:
-            adapter.load_adapter(hf, recipe.tuning.adapter)
-    return model.train()
+    return model, base
 
 
 def _store_frozen_as(hf: nn.Module, dtype: torch.dtype) -> None:

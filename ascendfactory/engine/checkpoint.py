@@ -111,22 +111,23 @@ class Checkpoints:
         if mesh.is_first:
             root.mkdir(parents=True, exist_ok=True)
 
-    def save(self, tensors: dict[str, Tensor], trainer: dict[str, Any], *, best: bool = False) -> None:
+    def save(self, tensors: dict[str, Tensor], trainer: dict[str, Any], *, best: bool = False, last: bool = False) -> None:
         """Saves at `trainer["step"]`. Returns when the tensors are copied; the disk is written meanwhile.
 
         Args:
             tensors: from `tensor_state`.
             trainer: JSON data.
             best: this one is kept whatever becomes newer.
+            last: no step follows, so nothing is copied: the tensors are written as they stand.
 
         Raises:
             UserError: an earlier save could not be written (the disk is full, say).
         """
         self.wait()
-        copies = {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()}
-        name = f"step-{trainer['step']:08d}"
-        self._pending = self._writer.submit(self._write, name, copies, trainer, best)
-        if not self._asynchronous:
+        overlaps = self._asynchronous and not last
+        written = {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()} if overlaps else tensors
+        self._pending = self._writer.submit(self._write, f"step-{trainer['step']:08d}", written, trainer, best)
+        if not overlaps:
             self.wait()
 
     def _write(self, name: str, tensors: dict[str, Tensor], trainer: dict[str, Any], best: bool) -> None:
@@ -197,7 +198,9 @@ class Checkpoints:
             found, damaged = box
         if resume not in ("auto", "none") and not found:
             reason = damaged[0] if damaged else f"{resume} is no checkpoint"
-            raise UserError("checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点")
+            raise UserError(
+                "checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点"
+            )
         return (Path(found) if found else None), damaged
 
     def _search(self, resume: str, damaged: list[str]) -> Path | None:

@@ -72,6 +72,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # M_* of malloc.h
-        mallopt(mmap_threshold, 1 << 30)
+        mallopt(mmap_threshold, 64 << 20)  # a mapping of their own only for the few largest, or the heap gets holes
         mallopt(trim_threshold, (1 << 31) - 1)
         mallopt(top_pad, 64 << 20)

@@ -205,7 +205,11 @@ def export_run(run: str, out: str, dtype: str = "auto", *, merge: bool = False) 
     if root.parent.name == "checkpoints":
         root, checkpoint = root.parent.parent, str(root)
     if not (root / "plan.json").exists():
-        raise UserError(run, "no run folder (plan.json is missing); see `ascendfactory runs list`", "不是运行目录（缺少 plan.json）;参见 `ascendfactory runs list`")
+        raise UserError(
+            run,
+            "no run folder (plan.json is missing); see `ascendfactory runs list`",
+            "不是运行目录（缺少 plan.json）;参见 `ascendfactory runs list`",
+        )
     plan = Plan.model_validate_json((root / "plan.json").read_text())
     if merge and isinstance(plan.recipe.tuning, Full):
         raise UserError("--merge", "this run has no adapter; leave --merge out", "该运行没有适配器；请去掉 --merge")

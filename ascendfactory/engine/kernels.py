@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-RMS_NORMS = frozenset({"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Glm4RMSNorm", "GlmRMSNorm", "Phi3RMSNorm", "SmolLM3RMSNorm"})
+RMS_NORMS = frozenset(
+    {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Glm4RMSNorm", "GlmRMSNorm", "Phi3RMSNorm", "SmolLM3RMSNorm"}
+)
 GATED_MLPS = frozenset({"LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP"})  # down(silu(gate(x)) * up(x)), no biases inside
 
 

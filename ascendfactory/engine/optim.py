@@ -55,11 +55,11 @@ class Optimizer:
         decayed = [p for p in self.parameters.values() if p.ndim > 1]
         plain = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases
         groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps, fused=True
         )
         for parameter in self.parameters.values():
-            self._adamw.state[parameter] = {
+            self.adamw.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local(parameter).device),
                 "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
                 "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
@@ -68,12 +68,12 @@ class Optimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """`exp_avg.<name>` and `exp_avg_sq.<name>` of every trainable parameter; live tensors."""
-        return {f"{key}.{name}": self._adamw.state[p][key] for name, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
+        return {f"{key}.{name}": self.adamw.state[p][key] for name, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
 
     def set_num_updates(self, num_updates: int) -> None:
         """After a resume: how many updates the moments have seen (bias correction depends on it)."""
         self.num_updates = num_updates
-        for state in self._adamw.state.values():
+        for state in self.adamw.state.values():
             state["step"].fill_(num_updates)
 
     def gradient_norm(self, loss: float) -> tuple[float, float]:
@@ -103,13 +103,13 @@ class Optimizer:
             if grads:  # none where a device holds no row of anything
                 torch._foreach_mul_(grads, limit / (grad_norm + 1e-6))
         lr = lr_at(step, self._num_steps, self._optim)
-        for group in self._adamw.param_groups:
+        for group in self.adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+        self.adamw.step()
         self.num_updates += 1
         self.drop_gradients()
         return lr
 
     def drop_gradients(self) -> None:
         """Frees all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        self.adamw.zero_grad(set_to_none=True)

@@ -48,9 +48,9 @@ def train_steps(plan: Plan) -> Iterator[StepMetrics]:
             if run.data.has_eval and (last or run.step % eval_every == 0):
                 metrics = metrics.model_copy(update={"eval_loss": evaluate(run)})
             better = _is_better(run, metrics.eval_loss)
-            if last or better or run.step % save_every == 0:
-                save(run, best=better)
             run.reporter.step(metrics)
+            if last or better or run.step % save_every == 0:
+                save(run, best=better, last=last)
             yield metrics
             if stop.agreed:
                 break
@@ -91,7 +91,7 @@ def train_step(run: Run, stop: StopSignal) -> StepMetrics:
         step_s=step_s,
         tokens_per_s=counts.tokens / step_s,
         mfu=model_flops_utilisation(run.plan, flops, step_s),
-        memory_bytes=devices.peak_memory_bytes(run.mesh.device),
+        memory_bytes=int(run.mesh.max(devices.peak_memory_bytes(run.mesh.device))),
         skipped=skipped,
     )
 
@@ -153,8 +153,8 @@ def _in_steps(run: Run, every: Duration) -> int:
     return max(1, run.data.num_steps(every))
 
 
-def save(run: Run, *, best: bool = False) -> None:
-    """Saves the whole state of the run."""
+def save(run: Run, *, best: bool = False, last: bool = False) -> None:
+    """Saves the whole state of the run; the last save needs no copy, since nothing changes under it."""
     trainer = {
         "version": 1,
         "step": run.step,
@@ -163,18 +163,18 @@ def save(run: Run, *, best: bool = False) -> None:
         "data": run.data.state_dict(),
         "best_eval_loss": run.best_eval_loss,
     }
-    run.checkpoints.save(checkpoint.tensor_state(run.model, run.optimizer, run.mesh), trainer, best=best)
+    run.checkpoints.save(checkpoint.tensor_state(run.model, run.optimizer, run.mesh), trainer, best=best, last=last)
 
 
 def start(run: Run) -> None:
     """Everything before the first step: checks the data, resumes, writes provenance, answers the sample prompts."""
     recipe, run_dir = run.plan.recipe, Path(run.plan.run_dir)
-    check_mask(run.data.counts, recipe)
     folder, damaged = run.checkpoints.find(recipe.checkpoint.resume)
     for text in damaged:
         run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点：{text}")
     if folder is not None:
         resume(run, folder)
+    check_mask(run.data.counts, recipe)  # after the resume: a stream would read its first window for nothing
     if run.mesh.is_first:
         forget_steps_after(run_dir, run.step)
         facts = provenance(data=run.data.fingerprint, counts=run.data.counts.as_dict())

@@ -163,25 +163,29 @@ def leave_one_out(samples: Sequence[Sample]) -> list[float]:
 def factor_of(setting: Setting, timer: Timer, own_runs: Sequence[Measurement] = ()) -> Factor:
     """The factor for a setting: from the person's own runs of it, else from rows of the engine, else of engines like it."""
     mine = [r for r in own_runs if _alike(r, setting)][-NUM_OWN_RUNS:]
-    kind = setting.cluster.device.kind
-    by_engine = [row for row in rows() if row.backend == setting.engine.name and not row.held_out and find_device(row.device).kind == kind]
-    base, what = (by_engine, "") if by_engine else (_borrowed(setting, kind), "of other engines ")
-    samples = [sample_of(row, timer) for row in base]
-    slowdown, routing = fit(samples)
-    if mine:
-        return _from_runs(mine, timer, routing)
+    published = _published(setting.engine.name, setting.cluster.device.kind, timer)
+    return _from_runs(mine, timer, published.routing) if mine else published
+
+
+@cache
+def _published(engine: str, kind: str, timer: Timer) -> Factor:
+    """What the catalogue's rows say of an engine on a kind of device."""
+    fitting = [row for row in rows() if not row.held_out and find_device(row.device).kind == kind]
+    own = [row for row in fitting if row.backend == engine]
+    samples = [sample_of(row, timer) for row in own or _alike_rows(fitting, engine)]
     if not samples:
         return Factor()
+    slowdown, routing = fit(samples)
     spread = _spread(leave_one_out(samples)) if len(samples) > 1 else UNMEASURED_BAND / 2
-    band = max(NARROWEST_BAND, 2 * spread, BORROWED_BAND if what else 0.0)
-    return Factor(slowdown, routing, band, f"{len(samples)} measured rows {what}on {kind} devices: {', '.join(s.name for s in samples)}")
+    band = max(NARROWEST_BAND, 2 * spread, 0.0 if own else BORROWED_BAND)
+    names = ", ".join(sample.name for sample in samples)
+    return Factor(slowdown, routing, band, f"{len(samples)} measured rows {'' if own else 'of other engines '}on {kind} devices: {names}")
 
 
-def _borrowed(setting: Setting, kind: str) -> list[Row]:
+def _alike_rows(fitting: list[Row], engine: str) -> list[Row]:
     """Rows of engines that compute alike: FSDP ones for FSDP ones, Megatron-like ones for their kind; else of any."""
-    fitting = [row for row in rows() if not row.held_out and find_device(row.device).kind == kind]
-    alike = [row for row in fitting if ENGINES[row.backend].keeps_copy == setting.engine.keeps_copy]
-    return alike or fitting
+    keeps_copy = engine_of(engine).keeps_copy
+    return [row for row in fitting if ENGINES[row.backend].keeps_copy == keeps_copy] or fitting
 
 
 def _from_runs(mine: Sequence[Measurement], timer: Timer, routing: float) -> Factor:

@@ -20,7 +20,7 @@ MOST_STAGES = 16  # bars of stages printed
 _TERMS_ZH = {
     **{"weights": "权重", "masters": "主权重", "gradients": "梯度", "moments": "优化器动量", "gathered weights": "聚合中的权重"},
     **{"activations": "激活", "vision": "视觉激活", "logits": "logits", "reference": "参考模型", "critic": "价值模型"},
-    **{"buffers": "缓冲区", "runtime": "运行时"},
+    **{"buffers": "缓冲区", "checkpoint copy": "检查点副本", "runtime": "运行时"},
 }
 _PARTS_ZH = {
     **{"matrix products": "矩阵乘", "experts": "专家矩阵乘", "routing": "专家路由", "attention": "注意力", "head": "输出层"},

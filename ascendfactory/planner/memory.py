@@ -47,6 +47,7 @@ FORMULAS = {
     "logits": "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies",
     "reference": "e·P, sharded as the weights are",
     "critic": "weights, gradients, masters and moments of a second model",
+    "checkpoint copy": "12·T / n, while a checkpoint is written beside training (elsewhere the copy is in the host's memory)",
     "buffers": "buckets, slices of an offloaded state, a communicator an axis",
     "runtime": "interpreter, libraries, device context",
 }
@@ -127,6 +128,9 @@ def _price(setting: Setting, grid: Grid, stages: Stages) -> dict[str, Ints]:
     terms["activations"] = _activations(wide)
     terms["vision"] = _vision(wide)
     terms["logits"] = _logits(wide)
+    if setting.recipe.checkpoint.asynchronous and setting.cluster.device.kind == "cpu":
+        trained, expert = wide.trained()
+        terms["checkpoint copy"] = wide.over(12 * trained, 12 * expert, True)
     terms["buffers"] = _buffers(wide)
     reserve = (setting.engine.reserve or RUNTIME_BYTES)[setting.cluster.device.kind]
     terms["runtime"] = np.full_like(terms["activations"], reserve)

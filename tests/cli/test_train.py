@@ -73,7 +73,7 @@ def test_a_failing_run_hands_on_its_code_and_words(here: Path, monkeypatch: pyte
     shown = capsys.readouterr().err.splitlines()
     assert shown[-2:] == [
         "  | RuntimeError: the weights ran away",
-        "error: training ended with code 1; the whole log: runs/r/logs/attempt-2.log",
+        "error: training ended with code 1; the whole log: runs/r/logs/attempt-1.log",
     ]
 
 

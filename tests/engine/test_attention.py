@@ -29,7 +29,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float, windo
     rows, heads, width, _ = q.shape
     document = torch.full((rows, width), -1)
     for row, row_lengths in enumerate(lengths):
-        document[row, : sum(row_lengths)] = torch.repeat_interleave(torch.arange(len(row_lengths)), torch.tensor(row_lengths, dtype=torch.long))
+        numbers = [number for number, length in enumerate(row_lengths) for _ in range(length)]
+        document[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.long)
     at = torch.arange(width)
     visible = (document[:, :, None] == document[:, None, :]) & (at[:, None] >= at[None, :]) & (document >= 0)[:, :, None]
     if window is not None:

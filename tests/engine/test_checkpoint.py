@@ -27,7 +27,8 @@ ALONE = Mesh(torch.device("cpu"), rank=0, size=1, dp=None)
 
 
 def tensors(value: float = 1.0) -> dict[str, Tensor]:
-    return {"model.a": torch.full((5, 3), value), "exp_avg.a": torch.full((5, 3), value + 0.5), "model.half": torch.full((2,), value).bfloat16()}
+    half = torch.full((2,), value).bfloat16()
+    return {"model.a": torch.full((5, 3), value), "exp_avg.a": torch.full((5, 3), value + 0.5), "model.half": half}
 
 
 def opened(root: Path, *, keep: int = 2, asynchronous: bool = False) -> Checkpoints:
@@ -84,7 +85,7 @@ def damage_end(path: Path) -> None:
 def test_damaged_files_are_named_and_skipped(tmp_path: Path, damage: Any, message: str, file: str) -> None:
     newest, older = saved(tmp_path, 1, 2)
     damage(newest / file)
-    with pytest.raises(DamagedCheckpoint, match=f"{file} .*{message}" if "bytes" not in message else f"{file} has .*{message}"):
+    with pytest.raises(DamagedCheckpoint, match=f"{file} .*{message}"):
         checkpoint.verify(newest)
     found, damaged = opened(tmp_path).find("auto")
     assert found == older
@@ -94,7 +95,7 @@ def test_damaged_files_are_named_and_skipped(tmp_path: Path, damage: Any, messag
         opened(tmp_path).find(str(newest))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"trainer.json": {}}', '{"trainer.json": 1}', '{"trainer.json": {"byte": 1, "sha256": ""}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"trainer.json": {}}', '{"trainer.json": 1}', '{"a": {"byte": 1, "sha256": ""}}'])
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     (folder,) = saved(tmp_path, 1)
     (folder / "manifest.json").write_text(text)
@@ -108,7 +109,7 @@ def test_find(tmp_path: Path) -> None:
     assert opened(tmp_path).find("auto") == (newest, [])
     assert opened(tmp_path).find("none") == (None, [])
     assert opened(tmp_path).find(str(older)) == (older, [])
-    with pytest.raises(UserError, match="manifest.json is missing") as caught:
+    with pytest.raises(UserError, match=r"manifest\.json is missing") as caught:
         opened(tmp_path).find(str(tmp_path / "nowhere"))
     assert caught.value.where == "checkpoint.resume"
     (newest / "manifest.json").unlink()
@@ -190,7 +191,7 @@ def test_a_failed_write_is_told_and_the_earlier_one_is_whole(tmp_path: Path, mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "_force_to_disk", full)
-    with pytest.raises(UserError, match="could not be written: .*No space left on device; earlier ones are untouched") as caught:
+    with pytest.raises(UserError, match=r"could not be written: .*No space left on device; earlier ones are untouched") as caught:
         checkpoints.save(tensors(2), {"step": 2})
         checkpoints.wait()
     assert caught.value.where == str(tmp_path)

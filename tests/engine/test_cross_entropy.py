@@ -24,7 +24,9 @@ def draw(num: int, hidden: int = 6, vocab: int = 11, dtype: torch.dtype = torch.
     return tensors, torch.randint(0, vocab, (num,), generator=generator)
 
 
-def whole(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float, softcap: float | None = None, logit_scale: float = 1.0) -> Tensor:
+def whole(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scale: float, softcap: float | None = None, logit_scale: float = 1
+) -> Tensor:
     logits = logit_scale * (hidden @ weight.T)
     logits = logits if bias is None else logits + bias
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)

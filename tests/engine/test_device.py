@@ -31,7 +31,9 @@ def test_random_states_round_trip() -> None:
     assert torch.equal(torch.rand(3), first)
 
 
-@pytest.mark.parametrize(("flags", "expected"), [("flags: avx2 avx512_bf16", True), ("flags: amx_tile amx_bf16", True), ("flags: avx2", False)])
+@pytest.mark.parametrize(
+    ("flags", "expected"), [("flags: avx2 avx512_bf16", True), ("flags: amx_tile amx_bf16", True), ("flags: avx2", False)]
+)
 def test_bf16_units_are_read_from_the_flags(monkeypatch: pytest.MonkeyPatch, flags: str, expected: bool) -> None:
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(Path, "read_text", lambda path: flags)

@@ -76,7 +76,15 @@ def test_full_export_has_the_same_logits_in_transformers(tiny_models: dict[str, 
     assert ("lm_head.weight" in stored) == (family != "gemma3")
 
 
-@pytest.mark.parametrize(("written", "asked", "expected"), [("float32", "bfloat16", "bfloat16"), ("float32", "auto", "float32"), ("bfloat16", "auto", "bfloat16"), ("bfloat16", "float16", "float16")])
+@pytest.mark.parametrize(
+    ("written", "asked", "expected"),
+    [
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "auto", "float32"),
+        ("bfloat16", "auto", "bfloat16"),
+        ("bfloat16", "float16", "float16"),
+    ],
+)
 def test_dtype(tmp_path: Path, written: str, asked: str, expected: str) -> None:
     folder = write_model(tmp_path / "m", "qwen2")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
@@ -135,7 +143,9 @@ LORAS = [(), ("--tuning.dora=true",), ("--tuning.rslora=true", "--tuning.targets
 
 @pytest.mark.parametrize("overrides", LORAS)
 @pytest.mark.parametrize("family", ["llama", "glm4"])
-def test_adapter_export_has_the_same_logits_in_peft(tiny_models: dict[str, str], tmp_path: Path, family: str, overrides: tuple[str, ...]) -> None:
+def test_adapters_give_the_same_logits_in_peft(
+    tiny_models: dict[str, str], tmp_path: Path, family: str, overrides: tuple[str, ...]
+) -> None:
     plan = plan_of(tiny_models[family], tmp_path, "--tuning=lora", "--tuning.rank=4", *overrides)
     model = trained(plan)
     export.export_model(model, plan, ALONE, tmp_path / "export")
@@ -164,7 +174,9 @@ def square(tensor: Tensor) -> float:
 @pytest.mark.parametrize("overrides", LORAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_merge_equals_peft(tiny_models: dict[str, str], tmp_path: Path, family: str, overrides: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_merge_equals_peft(
+    tiny_models: dict[str, str], tmp_path: Path, family: str, overrides: tuple[str, ...], dtype: torch.dtype
+) -> None:
     plan = plan_of(tiny_models[family], tmp_path, "--tuning=lora", "--tuning.rank=4", *overrides)
     model = trained(plan)
     export.export_model(model, plan, ALONE, tmp_path / "adapter")
@@ -205,7 +217,8 @@ def export_on_ranks(plan: Plan, target: str) -> bool:
 def test_two_ranks_export_what_one_does(pool: Pool, tiny_models: dict[str, str], tmp_path: Path, family: str, tuning: str) -> None:
     alone = plan_of(tiny_models[family], tmp_path, f"--tuning={tuning}")
     export.export_model(trained(alone), alone, ALONE, tmp_path / "one")
-    assert pool.run(export_on_ranks, 2, plan_of(tiny_models[family], tmp_path, f"--tuning={tuning}", nproc=2), str(tmp_path / "two")) == [True, True]
+    both = plan_of(tiny_models[family], tmp_path, f"--tuning={tuning}", nproc=2)
+    assert pool.run(export_on_ranks, 2, both, str(tmp_path / "two")) == [True, True]
     file = "model.safetensors" if tuning == "full" else "adapter_model.safetensors"
     one, two = load_file(tmp_path / "one" / file), load_file(tmp_path / "two" / file)
     assert one.keys() == two.keys()
@@ -255,6 +268,6 @@ def test_what_cannot_be_exported_is_told(tiny_models: dict[str, str], tmp_path: 
     with pytest.raises(UserError, match="this run has no adapter; leave --merge out"):
         export.export_run(plan.run_dir, str(tmp_path / "out"), merge=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    with pytest.raises(UserError, match="no checkpoint in .*nothing to export"):
+    with pytest.raises(UserError, match=r"no checkpoint in .*nothing to export"):
         export.export_run(plan.run_dir, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

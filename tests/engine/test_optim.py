@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def test_schedule_rises_then_never_rises_again(schedule: Any, num_steps: int, wa
     rates = [lr_at(step, num_steps, optim) for step in range(num_steps)]
     assert all(0 <= rate <= 0.5 for rate in rates)
     rising, falling = rates[: min(warm, num_steps)], rates[min(warm, num_steps) :]
-    assert all(a < b for a, b in zip(rising, rising[1:], strict=False))
-    assert all(a >= b - 1e-15 for a, b in zip(falling, falling[1:], strict=False))
+    assert all(a < b for a, b in pairwise(rising))
+    assert all(a >= b - 1e-15 for a, b in pairwise(falling))
     assert all(rate >= 0.5 * least - 1e-12 for rate in falling)
     if rising:
         assert rates[0] == pytest.approx(0.5 / warm)
@@ -67,7 +68,9 @@ def test_wsd_is_flat_until_the_decay() -> None:
     assert rates[41:] == pytest.approx([1 - k / 10 for k in range(1, 10)])
 
 
-@pytest.mark.parametrize(("amount", "unit", "expected"), [(0.03, "fraction", 3), (0.031, "fraction", 4), (0.0, "fraction", 0), (7, "steps", 7)])
+@pytest.mark.parametrize(
+    ("amount", "unit", "expected"), [(0.03, "fraction", 3), (0.031, "fraction", 4), (0.0, "fraction", 0), (7, "steps", 7)]
+)
 def test_warmup_steps(amount: float, unit: Any, expected: int) -> None:
     assert warmup_steps(Optim(warmup=warmup(amount, unit)), 100) == expected
 

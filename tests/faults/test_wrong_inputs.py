@@ -72,7 +72,9 @@ def wrong_template(recipe: dict[str, Any], tmp: Path) -> str:
 
 def too_short(recipe: dict[str, Any], tmp: Path) -> str:
     recipe["data"]["seq_len"] = 8  # shorter than the first question
-    recipe["data"]["train"] = lines_of(tmp / "long.jsonl", [{"messages": [{"role": "user", "content": "a question " * 9}, CHAT["messages"][1]]}])
+    recipe["data"]["train"] = lines_of(
+        tmp / "long.jsonl", [{"messages": [{"role": "user", "content": "a question " * 9}, CHAT["messages"][1]]}]
+    )
     return "seq_len"
 
 

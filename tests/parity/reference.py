@@ -6,6 +6,7 @@ It shares nothing with the engine but the chat template: samples are rendered tu
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[list[in
 
 def read_chats(path: str, tokenizer: Any, seq_len: int) -> list[tuple[list[int], list[bool]]]:
     """All samples of a file, cut at seq_len."""
-    with open(path, encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8") as file:
         encoded = [encode_chat(tokenizer, json.loads(line)["messages"]) for line in file]
     return [(ids[:seq_len], trained[:seq_len]) for ids, trained in encoded]
 

@@ -54,7 +54,13 @@ def test_two_processes(family: str, job: str, pool: Pool, tiny_models: dict[str,
 
 @pytest.mark.parametrize(
     ("nproc", "layout"),
-    [(2, {"zero": 1}), (2, {"zero": 2}), (2, {"zero": 3, "recompute": "full"}), (4, {"replicate": 2, "zero": 3}), (4, {"replicate": 4, "zero": 2})],
+    [
+        (2, {"zero": 1}),
+        (2, {"zero": 2}),
+        (2, {"zero": 3, "recompute": "full"}),
+        (4, {"replicate": 2, "zero": 3}),
+        (4, {"replicate": 4, "zero": 2}),
+    ],
     ids=["zero1", "zero2", "zero3-recompute", "hsdp", "replicated"],
 )
 def test_sharding(nproc: int, layout: dict[str, Any], pool: Pool, tiny_models: dict[str, str], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from ascendfactory.cli.recipes import read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = sorted((ROOT / "tests" / "golden" / "plans").glob("*.json"))
-ALWAYS = ("deepseek-v3", "qwen2.5-vl-7b", "qwen3-30b-a3b", "qwen3-32b")  # the rest in the slow suite
 
 
 def generator() -> ModuleType:
@@ -44,11 +43,7 @@ def test_every_recipe_loads_and_its_data_are_here() -> None:
         assert f"_{recipe.objective.kind}-{recipe.tuning.kind}_" in path.stem
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.stem in ALWAYS else pytest.mark.slow) for path in GOLDEN],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_plans_are_golden(path: Path) -> None:
     module = generator()
     assert module.dump(module.golden(find_card(path.stem))) == path.read_text(encoding="utf-8")

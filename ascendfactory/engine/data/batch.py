@@ -34,6 +34,7 @@ class MicroBatch:
     labels_BS: Tensor  # noqa: N815 - int64, already shifted: the next token of the same document if it is trained, else -100
     positions_BS: Tensor  # noqa: N815 - int64, from 0 in every document
     documents_BS: Tensor  # noqa: N815 - int32: 0, 1, 2 ... along a row; -1 in padded cells
+    trained_at_N: Tensor  # noqa: N815 - int64: where labels are, as positions in the flattened [B·S]; known before the device is asked
     lengths: list[list[int]]  # tokens of each document of each row
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -42,7 +43,7 @@ class MicroBatch:
         return replace(self, **moved)
 
 
-_TENSORS = ("input_ids_BS", "labels_BS", "positions_BS", "documents_BS")
+_TENSORS = ("input_ids_BS", "labels_BS", "positions_BS", "documents_BS", "trained_at_N")
 
 
 def assemble(rows: Sequence[Row], pad_id: int, *, multiple: int, min_width: int = 0) -> MicroBatch:
@@ -73,5 +74,6 @@ def assemble(rows: Sequence[Row], pad_id: int, *, multiple: int, min_width: int 
             start = end
         positions[b, start:] = count_up[: width - start]
     lengths = [[len(ids) for ids, _ in row.documents] for row in rows]
-    tensors = [torch.from_numpy(array) for array in (input_ids, labels, positions, documents)]
-    return MicroBatch(tensors[0], tensors[1], tensors[2], tensors[3], lengths)
+    trained_at = np.flatnonzero(labels != IGNORED)
+    tensors = [torch.from_numpy(array) for array in (input_ids, labels, positions, documents, trained_at)]
+    return MicroBatch(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], lengths)

@@ -42,7 +42,8 @@ def ordered_map(function: Callable[[In], Out], items: Iterable[In], num_workers:
     try:
         for _ in range(num_workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(function, theirs, [worker.connection for worker in workers] + [ours]), daemon=True)
+            inherited = [*(worker.connection for worker in workers), ours]
+            process = context.Process(target=_work, args=(function, theirs, inherited), daemon=True)
             process.start()
             theirs.close()
             workers.append(_Worker(process, ours))

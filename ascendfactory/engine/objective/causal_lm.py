@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ascendfactory.engine.attention import document_spans
@@ -42,12 +41,11 @@ class CausalLM(nn.Module):
             use_cache=False,
             spans=document_spans(batch.lengths),
         ).last_hidden_state
-        trained_BS = batch.labels_BS >= 0
         head = self._head[0]
         return linear_cross_entropy(
-            hidden_BSM[trained_BS],
+            hidden_BSM.flatten(0, 1).index_select(0, batch.trained_at_N),
             head.weight,
-            batch.labels_BS[trained_BS],
+            batch.labels_BS.flatten().index_select(0, batch.trained_at_N),
             scale=scale,
             bias_V=getattr(head, "bias", None),
             softcap=self._rules.softcap,
@@ -60,7 +58,6 @@ class CausalLM(nn.Module):
         return tokens
 
 
-@torch.no_grad()
 def count_trained_tokens(batches: list[MicroBatch]) -> int:
     """Positions of the micro-batches that have a label."""
-    return int(sum(int((batch.labels_BS >= 0).sum()) for batch in batches))
+    return sum(len(batch.trained_at_N) for batch in batches)

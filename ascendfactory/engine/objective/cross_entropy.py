@@ -66,9 +66,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_NM, grad_VM, grad_V = ctx.grads
         ctx.grads = None
-        # backward on the loss itself passes 1; elsewhere than on CPUs, looking would wait for the device
-        if grad.device.type != "cpu" or grad != 1.0:
-            grad_NM, grad_VM, grad_V = (None if g is None else g * grad.to(g.dtype) for g in (grad_NM, grad_VM, grad_V))
+        for part in (grad_NM, grad_VM, grad_V):
+            if part is not None:
+                part.mul_(grad.to(part.dtype))  # looking whether it is 1 would make an accelerator wait
         cast = [None if g is None else g.to(ctx.weight_dtype) for g in (grad_VM, grad_V)]
         return grad_NM, cast[0], cast[1], None, None, None, None
 

@@ -21,8 +21,10 @@ def apply_fsdp(model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, layo
     """
     used = mesh if layout.replicate > 1 else mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    for module in [*layers, model]:
+    for module in layers:
         fully_shard(module, mesh=used, mp_policy=policy, reshard_after_forward=layout.zero == 3)
+    # backward begins with the head, so giving the root's weights back after forward would only gather them twice
+    fully_shard(model, mesh=used, mp_policy=policy, reshard_after_forward=False)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

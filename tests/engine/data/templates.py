@@ -116,3 +116,5 @@ PLAIN = """
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'assistant: ' -}}{%- endif -%}
 """
+
+SILENT_ABOUT_SYSTEM = PLAIN.replace("messages -%}", "messages if message['role'] != 'system' -%}")

@@ -12,7 +12,7 @@ from ascendfactory.core.recipe import Pretrain, Sft
 from ascendfactory.engine.data.chat import Encoded, encode, mask_tokens
 from ascendfactory.engine.data.counts import RecordError
 from ascendfactory.engine.data.formats import Chat, Pair, Text
-from tests.engine.data.templates import CHATML, GEMMA, GLM4, LLAMA3, MARKED, OPENED_THOUGHT, PLAIN, QWEN3, THOUGHTLESS
+from tests.engine.data.templates import CHATML, GEMMA, GLM4, LLAMA3, MARKED, OPENED_THOUGHT, PLAIN, QWEN3, SILENT_ABOUT_SYSTEM, THOUGHTLESS
 
 Q1, A1, Q2, A2 = "What is the capital of France?", "Paris.", "And of Peru?", "Lima, 你好 🙂\n\ndone"
 
@@ -137,6 +137,7 @@ def test_untrained_turns_stay_context(make_tokenizer) -> None:
         (CHATML, chat(Q1, A1, tools=[{"type": "function"}]), "tools"),
         (CHATML, chat(Q1, "", tool_calls=[{"function": {"name": "f", "arguments": {}}}]), "tool calls"),
         (GLM4.replace("message['content']", "''"), chat(Q1, A1), "leaves out"),
+        (SILENT_ABOUT_SYSTEM, chat(Q1, A1, system="Be brief."), "leaves out a part of turn 1: 'Be brief.'"),
     ],
 )
 def test_what_a_template_would_lose_is_refused(make_tokenizer, template, sample, words) -> None:

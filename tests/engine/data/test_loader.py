@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -330,9 +331,23 @@ def test_stream_errors_reach_the_step(tmp_path, tokenizer) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", alpaca(60))
     path.write_text(path.read_text() + "{broken\n")
     loader = open_(tmp_path, str(path), tokenizer, "stream")
-    with pytest.raises(UserError, match=r"a\.jsonl:61: broken JSON"):
-        for _ in range(100):
-            loader.next_step()
+    for _ in range(20):
+        loader.next_step()
+    resumed = open_(tmp_path, str(path), tokenizer, "stream")
+    resumed.load_state_dict(loader.state_dict())  # line numbers are right after a resume, too
+    for run in (loader, resumed):
+        with pytest.raises(UserError, match=r"a\.jsonl:61: broken JSON"):
+            for _ in range(100):
+                run.next_step()
+
+
+@pytest.mark.parametrize("mode", ["packed", "stream"])
+def test_a_loader_goes_back(tmp_path, path, tokenizer, mode) -> None:
+    loader = open_(tmp_path, path, tokenizer, mode, micro_size=4)
+    start = loader.state_dict()
+    expected = [loader.next_step()[0] for _ in range(12)]
+    loader.load_state_dict(start)
+    assert all(same(loader.next_step()[0], batch) for batch in expected)
 
 
 def test_a_position_in_other_data_is_refused(tmp_path, path, tokenizer) -> None:
@@ -361,3 +376,18 @@ def test_other_objectives_are_refused(tmp_path, path, tokenizer) -> None:
 def test_width_multiple_makes_all_widths_equal(tmp_path, path, tokenizer) -> None:
     loader = open_(tmp_path, path, tokenizer, "packed", width_multiple=96)
     assert {loader.next_step()[0].input_ids_BS.shape[1] for _ in range(20)} == {96}
+
+
+def test_micro_batches_of_one_moment_are_neighbours(tmp_path, path, tokenizer) -> None:
+    alone = open_(tmp_path, path, tokenizer, "dynamic", micro_size=2, num_micro=6).next_step()
+    for rank in range(3):
+        mine = open_(tmp_path, path, tokenizer, "dynamic", dp_rank=rank, dp_size=3, micro_size=2, num_micro=2).next_step()
+        assert all(same(batch, alone[micro * 3 + rank]) for micro, batch in enumerate(mine))
+
+
+def test_steps_keep_similar_lengths_in_every_epoch(tmp_path, path, tokenizer) -> None:
+    loader = open_(tmp_path, path, tokenizer, "dynamic", micro_size=16, duration="3 epochs")
+    steps = [sorted(sum(row) for row in loader.next_step()[0].lengths) for _ in range(18)]
+    for first, last in ((0, 6), (7, 12), (13, 18)):  # steps that lie in one epoch of 100 rows: they cut its sorted rows
+        ranges = sorted((step[0], step[-1]) for step in steps[first:last])
+        assert all(left[1] <= right[0] for left, right in pairwise(ranges))

@@ -161,9 +161,11 @@ def page(zh: bool) -> str:
     usable = 0.92 * find_device("snt9b").memory_bytes / GIB
     if zh:
         return (
-            "# 最少设备数、速度与手调布局：规划器与已公布数据对照\n\n由 `docs/generate_planner.py` 生成；模型见 [planner.md](planner.md)。\n\n"
+            "# 最少设备数、速度与手调布局：规划器与已公布数据对照\n\n"
+            "由 `docs/generate_planner.py` 生成；模型见 [planner.md](planner.md)。\n\n"
             f"## 最少设备数（Snt9b，每设备可用 {usable:.1f} GiB；? 为推断读法）\n\n{device_summary(zh)}\n{devices(zh)}\n"
-            f"## 速度，每设备；每行由其余行预测（留一）\n\n{speeds(zh)}\n256k 行为拼接数据，来源未给出文档长度，这里假设 16384；"
+            f"## 速度，每设备；每行由其余行预测（留一）\n\n{speeds(zh)}\n"
+            "256k 行为拼接数据，来源未给出文档长度，这里假设 16384；"
             f"下表为各假设下的 预测/实测：\n\n{lengths(zh)}\n## 内存：torchtitan 公布的峰值\n\n{memory(zh)}\n"
             f"## MindSpeed-LLM 官方脚本\n\n{tuned_summary(zh)}\n{tuned(zh)}"
         )

@@ -62,7 +62,7 @@ class Grid:
     @property
     def shard(self) -> Ints:
         """Devices over which data parallelism shards: dp / replicate x cp (1 where replicate is above dp, which no rule allows)."""
-        return np.maximum(1, self.dp // self.replicate * self.cp)
+        return np.asarray(np.maximum(1, self.dp // self.replicate * self.cp))
 
     @property
     def num_devices(self) -> Ints:

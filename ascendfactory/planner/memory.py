@@ -279,7 +279,7 @@ def _activations(c: Columns) -> Ints:
 def _largest_layer(c: Columns) -> Ints:
     """Saved bytes of the largest layer without recomputation [N, 1]."""
     sizes = [_layer_on_device(c, "none", flag) for flag, n in ((False, c.stages.dense_layers), (True, c.stages.moe_layers)) if n.any()]
-    return np.maximum.reduce(sizes)
+    return np.asarray(np.maximum.reduce(sizes))
 
 
 def _replayed(c: Columns) -> Ints:

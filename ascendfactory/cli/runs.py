@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ascendfactory.core.measured import measure
 from ascendfactory.core.messages import UserError, pick
 from ascendfactory.launch.runs import RUNS_ROOT, Run, diff_runs, flatten, list_runs, load_run, results_of
 
@@ -33,6 +34,7 @@ def show(run: Annotated[str, typer.Argument(help=_RUN_HELP)]) -> None:
     """Show one run."""
     found = load_run(run)
     shown = results_of(found) | {"folder": str(found.dir), "backend": found.plan.backend, "device": found.plan.cluster.device.title}
+    shown |= _predicted(found)
     for name in ("export", "report.html", "loss.png"):
         if (found.dir / name).exists():
             shown[name] = str(found.dir / name)
@@ -49,6 +51,16 @@ def diff(first: Annotated[str, typer.Argument(help=_RUN_HELP)], second: Annotate
     names = (one.dir.name, two.dir.name)
     _print_table((pick("setting", "设置"), *names), differing or [(pick("(no difference)", "（无差异）"), "", "")])
     _print_table((pick("result", "结果"), *names), results)
+
+
+def _predicted(run: Run) -> dict[str, str]:
+    """What the planner had said, beside what the run measured."""
+    measured, found = measure(run.plan, run.steps), {}
+    if run.plan.prediction and measured:
+        found["step_s (predicted)"] = f"{measured.step_s:.3f} ({run.plan.prediction.step_s:.3f} ±{run.plan.prediction.band:.0%})"
+    if measured and measured.memory_bytes:
+        found["peak_memory_gib (predicted)"] = f"{measured.memory_bytes / 2**30:.2f} ({run.plan.peak_bytes / 2**30:.2f})"
+    return found
 
 
 def _row(run: Run) -> tuple[str, ...]:

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import json
+from typing import Annotated
 
 import typer
 
-from ascendfactory.core.load import recipe_schema
+from ascendfactory.core.messages import pick
 
 
-def schema() -> None:
+def schema(
+    of_plan: Annotated[
+        bool, typer.Option("--plan", help=pick("of what 'plan --json' prints instead", "改为 'plan --json' 输出的 Schema"))
+    ] = False,
+) -> None:
     """Print the JSON Schema of recipes."""
-    typer.echo(json.dumps(recipe_schema(), indent=2, ensure_ascii=False))
+    if of_plan:
+        from ascendfactory.core.plan import Plan
+
+        found = Plan.model_json_schema() | {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    else:
+        from ascendfactory.core.load import recipe_schema
+
+        found = recipe_schema()
+    typer.echo(json.dumps(found, indent=2, ensure_ascii=False))

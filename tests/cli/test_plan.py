@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from ascendfactory import cli
+from ascendfactory.backends import BACKENDS
+from ascendfactory.core.measured import read_measurements
 from ascendfactory.core.plan import Plan
+from tests.cli.test_train import CONFIG, Pretending
 
 RECIPE = "model: qwen3-32b\ndata: {train: d.jsonl, seq_len: 4096}\nbatch: 64\n"
 
@@ -81,3 +84,32 @@ def test_the_table_of_one_model(file: str, capsys: pytest.CaptureFixture[str]) -
     text = told(capsys, "qwen3-0.6b", "--table")
     assert "Qwen3-0.6B" in text
     assert "whole node: the seed rounds up to 8" in text
+
+
+def test_a_run_is_measured_and_the_next_plan_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "r.yaml").write_text("model: ./m\ndata: d.jsonl\ncluster: cpu\n")
+    monkeypatch.setitem(BACKENDS, "native", Pretending("train"))
+    assert "own runs" not in told(capsys, "r.yaml")
+    assert cli.run(["train", "r.yaml"]) == 0
+    (row,) = read_measurements(tmp_path / "runs" / "measured.jsonl")
+    assert row.step_s > 0
+    assert row.predicted_step_s is not None
+    capsys.readouterr()
+    assert "1 of your own runs" in told(capsys, "r.yaml")
+    assert cli.run(["runs", "show", "r"]) == 0
+    assert "step_s (predicted)" in capsys.readouterr().out
+
+
+def test_the_schema_of_plans_names_every_part(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["schema", "--plan"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    plan = json.loads(told(capsys, file, "--devices=2x8 snt9b", "--json"))
+    assert set(plan) == set(schema["properties"])
+    assert set(plan["layout"]) == set(schema["$defs"]["Layout"]["properties"])
+    assert set(schema["required"]) <= set(plan)

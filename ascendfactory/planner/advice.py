@@ -147,7 +147,7 @@ def reasons(
         found.append(f"{name} {getattr(layout, name)}: {words}")
     if recipe.batch.micro_size == "auto":
         found.append(
-            f"micro-batch {layout.micro_size} x {layout.num_micro}: the most that fits, up to {ENOUGH_TOKENS[device.kind]} tokens, "
+            f"micro-batch {layout.micro_size} x {layout.num_micro}: the fastest that fits, up to {ENOUGH_TOKENS[device.kind]} tokens, "
             "beyond which matrix products gain nothing"
         )
     return found

@@ -10,9 +10,10 @@ from ascendfactory.cli.recipes import read_recipe
 from ascendfactory.core.messages import UserError, nearest, pick
 
 if TYPE_CHECKING:
+    from ascendfactory.core.plan import Plan
     from ascendfactory.core.recipe import Recipe
 
-OPTIONS = ["--json", "--devices", "--min-devices", "--top", "--layout", "--table"]
+OPTIONS = ["--json", "--devices", "--min-devices", "--top", "--layout", "--table", "--simulate"]
 
 
 def plan(
@@ -34,6 +35,10 @@ def plan(
             "--table",
             help=pick("the minimum-device table beside the published one; MODEL may follow", "最少设备表与已公布数据对照；可跟模型名"),
         ),
+    ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option(help=pick("trace the engine's own step for these devices, without them", "无需设备，追踪内置引擎自身的一步")),
     ] = False,
 ) -> None:
     """Show how a recipe will run, and why."""
@@ -61,9 +66,41 @@ def plan(
     from ascendfactory.planner.explain import render
 
     Console(highlight=False).print(render(made))
+    if simulate:
+        _print_simulation(made)
     if made.backend not in BACKENDS:
         en = f"this release plans with {made.backend} and cannot launch it yet"
         typer.echo("\n" + pick(en, f"本版本可用 {made.backend} 规划，但尚不能启动它"))
+
+
+def _print_simulation(made: Plan) -> None:
+    """Bytes that the engine's code would hold and receive, beside the planner's terms.
+
+    Raises:
+        UserError: the plan is not of the embedded engine, or the model's config.json is not at hand.
+    """
+    if made.backend != "native":
+        raise UserError(
+            "--simulate",
+            f"only the embedded engine can be traced, and this plan is for {made.backend}; write --backend=native",
+            f"只能追踪内置引擎，而该计划属于 {made.backend}；请写 --backend=native",
+        )
+    from rich.console import Console
+    from rich.table import Table
+
+    from ascendfactory.engine.simulate import simulate
+
+    found = simulate(made)
+    planned = {term.name: term.num_bytes for term in made.memory}
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column(pick("traced, a device", "追踪所得（单设备）"))
+    for title in ("GiB", pick("planned", "规划")):
+        shown.add_column(title, justify="right")
+    for name, size in found.peak_bytes.items():
+        shown.add_row(name, f"{size / 2**30:.3f}", f"{planned[name] / 2**30:.3f}" if name in planned else "")
+    for name, size in found.communicated_bytes.items():
+        shown.add_row(pick(f"{name}, a step", f"{name}（每步）"), f"{size / 2**30:.3f}", "")
+    Console(highlight=False).print("", shown)
 
 
 def _layout_settings(text: str) -> list[str]:

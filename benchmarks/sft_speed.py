@@ -142,7 +142,7 @@ def run_rounds(args: argparse.Namespace, work: Path) -> tuple[dict[str, list[Spe
     """Every variant once a round, the order turned round each time; and the machine's peak before each round."""
     data = work / "data" / "bench.jsonl"
     data.parent.mkdir()
-    alpaca.write(data, NUM_SAMPLES)
+    alpaca.write(data, NUM_SAMPLES, median_tokens=args.median_tokens, spread=args.spread)
     speeds: dict[str, list[Speed]] = defaultdict(list)
     peaks = []
     names = [name for name in (*LLAMAFACTORY, *OURS) if not args.only or name in args.only]
@@ -196,6 +196,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--median-tokens", type=float, default=37.0, help="of an answer, see alpaca.py")
+    parser.add_argument("--spread", type=float, default=1.0, help="of the lengths, see alpaca.py")
     parser.add_argument("--only", nargs="*", choices=[*LLAMAFACTORY, *OURS], help="variants to run")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="sft-speed-") as folder:

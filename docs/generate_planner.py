@@ -37,7 +37,7 @@ def devices(zh: bool) -> str:
     heads = (
         ("模型", "调优", "长度", "后端", "原表", "规划器", "原因")
         if zh
-        else ("model", "tuning", "tokens", "backend", "seed", "planner", "reason")
+        else ("model", "tuning", "tokens", "backend", "published", "planner", "reason")
     )
     lines = [
         (
@@ -61,7 +61,7 @@ def device_summary(zh: bool) -> str:
     if zh:
         return f"确定格 {len(exact)} 个：高于原表 {above} 个；不足一半 {len(gaps)} 个（{words}）；{saved} 个需要默认关闭的省内存设置。\n"
     return (
-        f"{len(exact)} exact cells: {above} above the seed; {len(gaps)} below half of it ({words}); "
+        f"{len(exact)} exact cells: {above} above the published one; {len(gaps)} below half of it ({words}); "
         f"{saved} need a saving that is off by default.\n"
     )
 
@@ -95,15 +95,15 @@ LENGTHS = (2048, 4096, 8192, 16384, 32768, 262144)
 
 
 def lengths(zh: bool) -> str:
-    """How the seed's rows depend on the assumed length of documents in the 256k rows."""
+    """How the published rows depend on the assumed length of documents in the 256k rows."""
     used = [row for row in rows() if row.backend == "mindspeed_llm" and not row.held_out]
-    seed = [row.name for row in used if row.source.startswith("seed")]
+    published = [row.name for row in used if row.source.startswith("MindSpeed-LLM documentation")]
     lines = []
     for length in LENGTHS:
         assumed = [row.model_copy(update={"attended_tokens": length}) if row.attended_tokens else row for row in used]
         ratios = dict(zip((row.name for row in used), leave_one_out([sample_of(row, modelled_seconds) for row in assumed]), strict=True))
-        lines.append((str(length), *(f"{1 / ratios[name]:.2f}" for name in seed)))
-    return table(("文档长度" if zh else "document length", *seed), lines)
+        lines.append((str(length), *(f"{1 / ratios[name]:.2f}" for name in published)))
+    return table(("文档长度" if zh else "document length", *published), lines)
 
 
 def memory(zh: bool) -> str:

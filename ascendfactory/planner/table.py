@@ -1,4 +1,4 @@
-"""The seed's minimum-device table beside the planner's own numbers, with the reason for each difference."""
+"""The published minimum-device table beside the planner's own numbers, with the reason for each difference."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ascendfactory.core.recipe import Batch, Data, Full, LayoutSpec, Lora, Model
 from ascendfactory.planner.advice import Judge
 from ascendfactory.planner.fewest import Fewest, clusters, fewest_devices, fit_on
 
-NODE_ROUNDING = 8  # the seed: below 8 devices, 8 are normally used
+NODE_ROUNDING = 8  # its remark: below 8 devices, 8 are normally used
 SAVINGS = {  # settings that are off by default, in order of cost
     "reuse_params": "parameter-replica reuse (reuse_params): the states alone do not fit otherwise",
     "offload_optimizer": "optimizer offloaded (offload_optimizer): the states alone do not fit otherwise",
 }
 TIGHT = 0.8  # share of a device's memory that leaves little for longer rows
-SLOWER = 0.9  # tokens/s a device at the planner's number, over that at the seed's, below which the seed bought speed
+SLOWER = 0.9  # tokens/s a device at the planner's number, over that at the published, below which the published one bought speed
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One number of the seed and the planner's."""
+    """One published number and the planner's."""
 
     row: MinDevices
     seq_len: int
     found: Fewest | None  # with default settings
-    saved: Fewest | None  # with one of SAVINGS, tried only where the other is above the seed's number
-    reason: str  # of a difference of more than 2 x, or of a number above the seed's
+    saved: Fewest | None  # with one of SAVINGS, tried only where the other is above the published number
+    reason: str  # of a difference of more than 2 x, or of a number above the published
 
     @property
     def num_devices(self) -> int | None:
@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def kept(self) -> bool:
-        """Whether the planner needs no more devices than the seed."""
+        """Whether the planner needs no more devices than published."""
         return self.num_devices is not None and self.num_devices <= self.row.num_devices
 
 
@@ -56,7 +56,7 @@ def recipe_of(row: MinDevices, seq_len: int, **saving: Any) -> Recipe:
 
 
 def cells(judges: Mapping[str, Judge], device: str = "snt9b", exact_only: bool = False, model: str | None = None) -> Iterator[Cell]:
-    """Every full and LoRA cell of the seed's table for the back ends of `judges`.
+    """Every full and LoRA cell of the published table for the back ends of `judges`.
 
     Args:
         exact_only: leave out the cells whose reading is inferred.
@@ -85,26 +85,26 @@ def _cell(row: MinDevices, seq_len: int, judge: Judge) -> Cell:
         saved = fewest_devices(recipe_of(row, seq_len, **{key: True}), card, device, row.backend, judge, most=row.num_devices)
         if saved:
             return Cell(row, seq_len, found, saved, words)
-    return Cell(row, seq_len, found, None, "above the seed")
+    return Cell(row, seq_len, found, None, "above the published number")
 
 
 def _reason(row: MinDevices, seq_len: int, card: ModelCard, found: Fewest, judge: Judge) -> str:
-    """Why the seed's number is more than twice the planner's; what can be computed, in the order of how much it explains."""
+    """Why the published number is more than twice the planner's; what can be computed, in the order of how much it explains."""
     number = found.cluster.num_devices
     if 2 * number >= row.num_devices:
         return ""
     if row.num_devices == NODE_ROUNDING:
-        return "whole node: the seed rounds up to 8"
+        return "whole node: the published table rounds up to 8"
     there = next((c for c in _clusters_of(row) if c.num_devices == row.num_devices), None)
-    at_seed = fit_on(recipe_of(row, seq_len), card, there, row.backend, judge) if there else None
-    if at_seed and found.tokens_per_s_device < SLOWER * at_seed.tokens_per_s_device:
-        lost = 100 * (1 - found.tokens_per_s_device / at_seed.tokens_per_s_device)
+    on_more = fit_on(recipe_of(row, seq_len), card, there, row.backend, judge) if there else None
+    if on_more and found.tokens_per_s_device < SLOWER * on_more.tokens_per_s_device:
+        lost = 100 * (1 - found.tokens_per_s_device / on_more.tokens_per_s_device)
         return f"speed: {lost:.0f} % fewer tokens/s a device on {number}"
     used = found.peak_bytes / found.cluster.device.memory_bytes
     if used > TIGHT:
         return f"margin: {used:.0%} of the memory on {number}"
-    if at_seed and at_seed.layout.recompute != found.layout.recompute:
-        return f"recomputation: {number} devices need {found.layout.recompute}, {row.num_devices} {at_seed.layout.recompute}"
+    if on_more and on_more.layout.recompute != found.layout.recompute:
+        return f"recomputation: {number} devices need {found.layout.recompute}, {row.num_devices} {on_more.layout.recompute}"
     return f"wall time: {number} devices hold it at {used:.0%} of their memory, {row.num_devices} are {row.num_devices // number} x as fast"
 
 

@@ -83,7 +83,7 @@ def test_fewest_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_one_model(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "qwen3-0.6b", "--table")
     assert "Qwen3-0.6B" in text
-    assert "whole node: the seed rounds up to 8" in text
+    assert "whole node: the published table rounds up to 8" in text
 
 
 def test_a_run_is_measured_and_the_next_plan_knows(

@@ -123,7 +123,7 @@ def load_adapter(wrapped: Any, folder: str) -> None:
                     "tuning.adapter",
                     f"{folder} does not fit: {key!r} is missing, not asked for, or of another shape (its rank is {saved['r']}); "
                     "use its rank and targets",
-                    f"{folder} 与配置不符：{key!r} 缺失、多余或形状不同（其 rank 为 {saved['r']}）;请使用它的 rank 与 targets",
+                    f"{folder} 与配置不符：{key!r} 缺失、多余或形状不同（其 rank 为 {saved['r']}）；请使用它的 rank 与 targets",
                 )
         for key, parameter in wanted.items():
             write_shard(parameter, opened.get_slice(key))

@@ -284,15 +284,15 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
                 "checkpoint.resume",
                 f"{folder} is of another model or tuning: {name} has {there} there and {list(tensor.shape)} here; "
                 "use another output.dir, or checkpoint.resume: none",
-                f"{folder} 属于另一个模型或微调方式：{name} 在其中为 {there}，此处为 {list(tensor.shape)};"
-                "请更换 output.dir,或设 checkpoint.resume: none",
+                f"{folder} 属于另一个模型或微调方式：{name} 在其中为 {there}，此处为 {list(tensor.shape)}；"
+                "请更换 output.dir，或设 checkpoint.resume: none",
             )
     extra = next((n for n in stored if n.startswith("model.") and n not in tensors), None)
     if extra:
         raise UserError(
             "checkpoint.resume",
             f"{folder} trains {extra!r}, this recipe does not; use another output.dir, or checkpoint.resume: none",
-            f"{folder} 训练了 {extra!r}，而本配方没有；请更换 output.dir,或设 checkpoint.resume: none",
+            f"{folder} 训练了 {extra!r}，而本配方没有；请更换 output.dir，或设 checkpoint.resume: none",
         )
     wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
     with _quietly_alone():

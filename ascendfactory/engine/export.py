@@ -208,7 +208,7 @@ def export_run(run: str, out: str, dtype: str = "auto", *, merge: bool = False) 
         raise UserError(
             run,
             "no run folder (plan.json is missing); see `ascendfactory runs list`",
-            "不是运行目录（缺少 plan.json）;参见 `ascendfactory runs list`",
+            "不是运行目录（缺少 plan.json）；参见 `ascendfactory runs list`",
         )
     plan = Plan.model_validate_json((root / "plan.json").read_text())
     if merge and isinstance(plan.recipe.tuning, Full):

@@ -120,8 +120,8 @@ def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
     if run.plan.recipe.optim.nonfinite == "stop":
         raise UserError(
             f"step {run.step + 1}",
-            f"{reason}; the weights are unchanged since the last checkpoint; lower optim.lr, or set optim.nonfinite: skip",
-            f"{reason}；权重自上一个检查点起未被破坏；请降低 optim.lr,或设 optim.nonfinite: skip",
+            f"{reason}; this step's update was not made and the checkpoints are untouched; lower optim.lr, or set optim.nonfinite: skip",
+            f"{reason}；该步未更新，检查点完好；请降低 optim.lr，或设 optim.nonfinite: skip",
         )
     run.reporter.event("skipped", f"step {run.step + 1} skipped: {reason}", f"第 {run.step + 1} 步已跳过：{reason}")
     return reason

@@ -42,6 +42,9 @@ def make_plan(recipe: Recipe, run_dir: str | None = None, *, launchable: bool = 
         try:
             plan = search.make_plan(recipe, card, cluster, others, folder, num_alternatives)
         except NoPlan as none:
-            close = [r for r in none.refusals if not r.code.endswith(".stage")]  # engines that train this model, but not so
-            raise NoPlan([*(r for r in no.refusals if r.code != "backend" or not close), *close]) from None
+            pinned = recipe.backend != "auto"
+            close = [r for r in none.refusals if pinned or not r.code.endswith(".stage")]  # engines that train this model, but not so
+            first = [r for r in no.refusals if r.code != "backend" or not close]
+            said = {r.code for r in first if r.code != "memory"}  # a rule is told once, a number of bytes for each engine
+            raise NoPlan([*first, *(r for r in close if r.code not in said)]) from None
         return plan.model_copy(update={"refused": [*no.refusals, *plan.refused]})

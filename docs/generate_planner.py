@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ascendfactory.catalog.read import find_device
+from ascendfactory.core.plan import Line
 from ascendfactory.planner.calibrate import Row, fit, leave_one_out, memory_rows, rows, sample_of
 from ascendfactory.planner.explain import layout_words
 from ascendfactory.planner.memory import GIB
@@ -33,6 +34,11 @@ def table(heads: tuple[str, ...], lines: list[tuple[str, ...]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [heads, ("---",) * len(heads), *lines]) + "\n"
 
 
+def said(line: Line | None, zh: bool) -> str:
+    """A line in the language of the page."""
+    return "" if line is None else line.zh if zh else line.en
+
+
 def devices(zh: bool) -> str:
     heads = (
         ("模型", "调优", "长度", "后端", "原表", "规划器", "原因")
@@ -44,7 +50,7 @@ def devices(zh: bool) -> str:
             *(cell.row.model, cell.row.tuning, str(cell.seq_len), cell.row.backend),
             f"{cell.row.num_devices}{'' if cell.row.confidence == 'exact' else '?'}",
             str(cell.num_devices or "-"),
-            cell.reason,
+            said(cell.reason, zh),
         )
         for cell in table_cells()
     ]
@@ -56,8 +62,9 @@ def device_summary(zh: bool) -> str:
     above = sum(not cell.kept for cell in exact)
     gaps = [cell for cell in exact if cell.num_devices and 2 * cell.num_devices < cell.row.num_devices]
     saved = sum(cell.saved is not None for cell in exact)
-    kinds = Counter(cell.reason.split(":")[0] for cell in gaps)
-    words = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common())
+    mark, comma = ("：", "、") if zh else (":", ", ")
+    kinds = Counter(said(cell.reason, zh).split(mark)[0] for cell in gaps)
+    words = comma.join(f"{kind} {count}" for kind, count in kinds.most_common())
     if zh:
         return f"确定格 {len(exact)} 个：高于原表 {above} 个；不足一半 {len(gaps)} 个（{words}）；{saved} 个需要默认关闭的省内存设置。\n"
     return (
@@ -137,7 +144,7 @@ def tuned(zh: bool) -> str:
             f"{v.room_bytes / GIB:.0f}",
             f"{v.best_s / v.tuned_s:.2f}",
             layout_words(v.best) if v.best else "-",
-            v.reason,
+            said(v.reason, zh),
         )
         for v in opinions()
     ]

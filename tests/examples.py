@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendfactory.core.load import load_recipe
-from ascendfactory.core.plan import Cluster, Device, Layout, MemoryTerm, ModelCard, Plan
+from ascendfactory.core.plan import Cluster, Device, Layout, Line, MemoryTerm, ModelCard, Plan
 
 CARD = ModelCard(
     name="Tiny",
@@ -54,5 +54,5 @@ def make(run_dir: str | Path, *overrides: str, model: str = "m", device: Device 
         dtype="float32",
         run_dir=str(run_dir),
         memory=[MemoryTerm(name="weights", num_bytes=2**30, formula="4·T"), MemoryTerm(name="moments", num_bytes=2**31, formula="8·T")],
-        why=["dp 1: one device", "<b>escaped</b>"],
+        why=[Line(en="dp 1: one device", zh="dp 1：一个设备"), Line(en="<b>escaped</b>", zh="<b>escaped</b>")],
     )

@@ -10,17 +10,9 @@ from pydantic import ValidationError
 
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, StepMetrics
 from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
+from ascendfactory.core.stages import SPLIT_BACKWARD, schedule_problem
 
 STEP_MARK = "@step "
-_UNIT_DEGREES = {
-    "tp": ("tensor parallelism", "张量并行"),
-    "pp": ("pipeline parallelism", "流水线并行"),
-    "vpp": ("virtual pipeline chunks", "虚拟流水线"),
-    "ring": ("ring context parallelism", "环形上下文并行"),
-    "ulysses": ("Ulysses context parallelism", "Ulysses 上下文并行"),
-    "ep": ("expert parallelism", "专家并行"),
-}
-
 
 class Native:
     """The engine that ships with AscendFactory."""
@@ -34,11 +26,11 @@ class Native:
     def render(self, plan: Plan) -> Job:
         """The job that runs the plan: one process, or torchrun with one process a device."""
         module = ["-m", "ascendfactory.engine", str(PurePosixPath(plan.run_dir) / "plan.json")]
-        nproc = plan.cluster.nproc
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)] if nproc > 1 else []
+        nproc, restarts = plan.cluster.nproc, plan.recipe.cluster.restarts
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "--max-restarts", str(restarts)]
         return Job(
             files={"plan.json": plan.model_dump_json(indent=2) + "\n"},
-            argv=[sys.executable, *torchrun, *module],
+            argv=[sys.executable, *(torchrun if nproc > 1 or restarts else []), *module],
             env=_environment(plan),
             nproc=nproc,
         )
@@ -106,28 +98,52 @@ def _refuse_card(card: ModelCard) -> list[Refusal]:
 
 
 def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
-    refusals = [
-        Refusal(
-            code=f"native.{degree}",
-            where=f"layout.{degree}",
-            en=f"{en} is not yet in this release of the embedded engine; write {degree}: 1 and let dp take the devices",
-            zh=f"本版本的内置引擎尚不支持{zh}；请写 {degree}: 1，由 dp 使用全部设备",
-            fix={f"layout.{degree}": 1},
+    refusals = []
+    if layout.ep > 1:
+        refusals.append(
+            Refusal(
+                code="native.ep",
+                where="layout.ep",
+                en="expert parallelism is not yet in this release of the embedded engine; write ep: 1",
+                zh="本版本的内置引擎尚不支持专家并行；请写 ep: 1",
+                fix={"layout.ep": 1},
+            )
         )
-        for degree, (en, zh) in _UNIT_DEGREES.items()
-        if getattr(layout, degree) > 1
-    ]
-    refusals += [
-        Refusal(
-            code=f"native.{key}",
-            where=f"layout.{key}",
-            en=f"{en} is not yet in this release of the embedded engine; write {key}: {value}",
-            zh=f"本版本的内置引擎尚不支持{zh}；请写 {key}: {value}",
-            fix={f"layout.{key}": value},
+    if layout.pp > 1 and (problem := schedule_problem(layout.schedule, layout.pp, layout.vpp, layout.num_micro)):
+        refusals.append(
+            Refusal(code="native.schedule", where="layout.schedule", en=problem[0], zh=problem[1], fix={"layout.schedule": "auto"})
         )
-        for key, (on, en, zh, value) in _switches(layout).items()
-        if on
-    ]
+    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and layout.zero > 1 and layout.shard * layout.replicate > 1:
+        refusals.append(
+            Refusal(
+                code="native.zero",
+                where="layout.zero",
+                en=f"{layout.schedule} makes weight gradients after FSDP's hooks have run, so they stay whole; write zero: 1",
+                zh=f"{layout.schedule} 在 FSDP 的钩子运行之后才产生权重梯度，因此梯度需保持完整；请写 zero: 1",
+                fix={"layout.zero": 1},
+            )
+        )
+    if layout.recompute_in_advance and (layout.pp == 1 or layout.recompute in ("none", "norm") or layout.zero == 3):
+        refusals.append(
+            Refusal(
+                code="native.recompute_in_advance",
+                where="layout.recompute_in_advance",
+                en="computing again in advance needs pp > 1, recompute full or selective, and zero 1 or 2 (weights that stay); "
+                "write recompute_in_advance: false",
+                zh="提前重算要求 pp > 1、recompute 为 full 或 selective、zero 为 1 或 2（权重保持完整）；请写 recompute_in_advance: false",
+                fix={"layout.recompute_in_advance": False},
+            )
+        )
+    if layout.reuse_params and (layout.shard * layout.replicate > 1 or recipe.model.dtype == "float32"):
+        refusals.append(
+            Refusal(
+                code="native.reuse_params",
+                where="layout.reuse_params",
+                en="FSDP keeps no second copy of weights (nor does float32), so there is nothing to share; write reuse_params: false",
+                zh="FSDP 不保留权重的第二份副本（float32 亦然），没有可共享的内容；请写 reuse_params: false",
+                fix={"layout.reuse_params": False},
+            )
+        )
     if recipe.cluster.nodes > 1:
         refusals.append(
             Refusal(
@@ -141,23 +157,9 @@ def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
     return refusals
 
 
-def _switches(layout: Layout) -> dict[str, tuple[bool, str, str, object]]:
-    """Settings that only have one value in this engine: whether another is set, its name, and the value to write."""
-    return {
-        "sp": (layout.sp, "sequence parallelism", "序列并行", "auto"),
-        "schedule": (layout.schedule != "1f1b", f"the pipeline schedule {layout.schedule}", f"流水线调度 {layout.schedule}", "auto"),
-        "recompute": (layout.recompute in ("norm", "selective"), f"recompute {layout.recompute}", f"重计算 {layout.recompute}", "auto"),
-        "recompute_layers": (layout.recompute_layers > 0, "recomputation of some layers only", "只重计算部分层", "auto"),
-        "offload_activations": (layout.offload_activations, "offloading of activations", "激活卸载", False),
-        "offload_optimizer": (layout.offload_optimizer, "offloading of the optimizer", "优化器卸载", False),
-        "optim_dtype": (layout.optim_dtype != "float32", "Adam with moments in bfloat16", "bfloat16 动量的 Adam", "float32"),
-        "reuse_params": (layout.reuse_params, "sharing of bf16 weights with their masters", "参数副本复用", False),
-    }
-
-
 def _refuse_tuning(recipe: Recipe, layout: Layout) -> list[Refusal]:
-    if isinstance(recipe.tuning, Lora) and recipe.tuning.dora and layout.dp > 1:
-        # DoRA's magnitude needs the norm of the whole weight; under FSDP a rank holds a part of it.
+    if isinstance(recipe.tuning, Lora) and recipe.tuning.dora and layout.num_devices > 1:
+        # DoRA's magnitude needs the norm of the whole weight; a rank of several holds a part of it.
         return [
             Refusal(
                 code="native.dora",

@@ -46,7 +46,9 @@ def read_text(path: str) -> str:
         beside = [p.name for p in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         guess = nearest(file.name, beside)
         found = str(file.parent / guess) if guess else None
-        hint, hint_zh = (f"; did you mean '{found}'?", f"，是否想用 '{found}'？") if found else ("; 'ascendfactory config' writes one",) * 2
+        hint, hint_zh = "; 'ascendfactory config' writes one", "；可用 'ascendfactory config' 生成"
+        if found:
+            hint, hint_zh = f"; did you mean '{found}'?", f"，是否想用 '{found}'？"
         raise UserError(path, f"no such recipe file{hint}", f"没有这个配方文件{hint_zh}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(path, f"cannot be read as UTF-8 text: {error}", f"无法按 UTF-8 文本读取：{error}") from None

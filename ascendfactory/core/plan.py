@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from ascendfactory.core.messages import pick
 from ascendfactory.core.recipe import Recipe, Recompute, Schedule
 
 
@@ -16,6 +17,16 @@ class Fact(BaseModel):
     """A frozen record; unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Line(Fact):
+    """One line for a person, in both languages; as text it is that of the reader's."""
+
+    en: str
+    zh: str
+
+    def __str__(self) -> str:
+        return pick(self.en, self.zh)
 
 
 class Moe(Fact):
@@ -127,11 +138,14 @@ class Layout(Fact):
     pp: int = 1
     vpp: int = 1
     schedule: Schedule = "1f1b"
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline chunk in the model's order; () = cut by cost
+    overlap_chunks: int = 1
     ring: int = 1
     ulysses: int = 1
     ep: int = 1
     recompute: Recompute = "none"
     recompute_layers: int = 0  # the first n layers of each stage; 0 = every layer
+    recompute_in_advance: bool = False
     offload_activations: bool = False
     offload_optimizer: bool = False
     optim_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -179,7 +193,7 @@ class Prediction(Fact):
     tokens_per_s_device: float  # tokens of the step / step_s / devices
     mfu: float  # model FLOPs (no recomputation) / step_s / peak
     band: float  # the true step time is expected within step_s x (1 +- band)
-    basis: str  # what the figures were calibrated on
+    basis: Line  # what the figures were calibrated on
 
 
 class Placement(Fact):
@@ -233,7 +247,7 @@ class Plan(Fact):
     dtype: Literal["float32", "bfloat16"]
     run_dir: str
     memory: list[MemoryTerm]  # of the fullest pipeline stage
-    why: list[str]
+    why: list[Line]
     stages: list[list[MemoryTerm]] = []  # of every pipeline stage
     prediction: Prediction | None = None
     placement: Placement | None = None  # reinforcement learning only

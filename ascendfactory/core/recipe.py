@@ -223,6 +223,9 @@ class Optim(Section):
     beta2: Fraction = 0.95
     eps: Annotated[float, Field(gt=0)] = 1e-8
     max_grad_norm: Annotated[float, Field(ge=0)] = Field(1.0, description="gradients are scaled down to this norm; 0 = never")
+    in_backward: bool = Field(
+        False, description="update each weight as soon as its gradient is there, and free the gradient; needs max_grad_norm: 0"
+    )
     nonfinite: Literal["skip", "stop"] = Field("stop", description="what happens when the loss or a gradient is NaN or Inf")
 
 
@@ -243,11 +246,14 @@ class ClusterSpec(Section):
     device: str = Field("auto", description="a device of the catalogue (cpu, a100-80g, snt9b ...); auto = what this machine has")
     nodes: PositiveInt = 1
     nproc: PositiveInt | Literal["auto"] = Field("auto", description="devices (processes) a node")
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="how often a run that lost a process starts again by itself, from its newest checkpoint"
+    )
 
 
 Degree = PositiveInt | Literal["auto"]
 Recompute = Literal["none", "norm", "selective", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
 class LayoutSpec(Section):
@@ -261,7 +267,15 @@ class LayoutSpec(Section):
     pp: Degree = Field("auto", description="pipeline stages")
     vpp: Degree = Field("auto", description="virtual chunks a stage")
     schedule: Schedule | Literal["auto"] = Field(
-        "auto", description="order of micro-batches in the pipeline; auto = interleaved where vpp > 1"
+        "auto",
+        description="order of micro-batches in the pipeline: gpipe, 1f1b; with vpp > 1 interleaved or zero_bubble "
+        "(weight gradients fill the gaps), with vpp 2 also zbv and dualpipev (V-shaped); auto = interleaved where vpp > 1",
+    )
+    stage_layers: list[Annotated[int, Field(ge=0)]] | Literal["auto"] = Field(
+        "auto", description="layers of each pipeline chunk, in the model's order (pp x vpp numbers; 0 = an empty chunk); auto = cut by cost"
+    )
+    overlap_chunks: PositiveInt = Field(
+        1, description="tensor parallelism: pieces in which a layer's input and output travel while others are multiplied; 1 = no overlap"
     )
     ring: Degree = Field("auto", description="ring context-parallel degree")
     ulysses: Degree = Field("auto", description="Ulysses context-parallel degree")
@@ -272,6 +286,9 @@ class LayoutSpec(Section):
         "selective (all but attention and every second matrix product), full (whole layers)",
     )
     recompute_layers: PositiveInt | Literal["all", "auto"] = Field("auto", description="recompute the first n layers of a stage only")
+    recompute_in_advance: bool = Field(
+        False, description="pipelines: a stage computes again while it waits for the gradient, and keeps the result until it comes"
+    )
     offload_activations: bool = Field(False, description="keep saved activations in host memory")
     offload_optimizer: bool = Field(False, description="keep the optimizer's state in host memory and update there")
     optim_dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of Adam's moments")

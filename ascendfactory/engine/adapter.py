@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Set
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from ascendfactory.core.messages import UserError, nearest
 from ascendfactory.core.recipe import Lora
-from ascendfactory.engine.model import name_seed, write_shard
+from ascendfactory.engine.model import name_seed
+from ascendfactory.engine.names import saved_name
+from ascendfactory.engine.parallel.pieces import Piece, local, write
 
 
 def apply_lora(hf: Any, lora: Lora) -> Any:
@@ -50,7 +54,7 @@ def _check_targets(hf: Any, targets: list[str]) -> None:
     for target in targets:
         if not any(path == target or path.endswith("." + target) for path in paths):
             best = nearest(target, names)
-            en_hint, zh_hint = (f"; nearest: {best!r}", f";最接近的是 {best!r}") if best else ("", "")
+            en_hint, zh_hint = (f"; nearest: {best!r}", f"；最接近的是 {best!r}") if best else ("", "")
             raise UserError(
                 "tuning.targets",
                 f"the decoder has no linear layer {target!r}{en_hint}; it has {', '.join(names)}",
@@ -78,28 +82,41 @@ def lora_layers(wrapped: Any) -> list[Any]:
 
 
 @torch.no_grad()
-def draw_adapter(wrapped: Any, seed: int) -> None:
+def draw_adapter(wrapped: Any, seed: int, pieces: Mapping[str, Piece] = MappingProxyType({})) -> None:
     """peft's initial values, the same under every layout: A uniform (Kaiming, a = √5), B zero, DoRA magnitude = row norms of W.
 
     Called after the base weights are read.
+
+    Args:
+        wrapped: a peft model (under pipeline parallelism: of one chunk), its parameters possibly cut.
+        seed: of the run.
+        pieces: public name → piece; names that are absent are whole.
     """
     for name, parameter in wrapped.named_parameters():
         if "lora_A" in name:
-            bound = math.sqrt(1.0 / parameter.shape[1])
+            piece = pieces.get(saved_name(name))
+            shape = piece.shape if piece else parameter.shape
+            bound = math.sqrt(1.0 / shape[1])
             generator = torch.Generator().manual_seed(name_seed(seed, name))
-            write_shard(parameter, torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+            write(parameter, piece, torch.empty(shape).uniform_(-bound, bound, generator=generator))
         elif "lora_B" in name:
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
+            local(parameter).zero_()
     for layer in lora_layers(wrapped):
         if "default" in layer.lora_magnitude_vector:
             weight = layer.base_layer.weight
             whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            write_shard(layer.lora_magnitude_vector["default"].weight, whole.float().norm(dim=1))
+            write(layer.lora_magnitude_vector["default"].weight, None, whole.float().norm(dim=1))
 
 
 @torch.no_grad()
-def load_adapter(wrapped: Any, folder: str) -> None:
+def load_adapter(wrapped: Any, folder: str, pieces: Mapping[str, Piece] = MappingProxyType({}), known: Set[str] | None = None) -> None:
     """Fills the adapter from a folder in peft's format.
+
+    Args:
+        wrapped: a peft model (under pipeline parallelism: of one chunk), its parameters possibly cut.
+        folder: as `save_pretrained` of peft writes it.
+        pieces: public name → piece; names that are absent are whole.
+        known: `adapter_names` of the uncut model; None: this model is uncut.
 
     Raises:
         UserError: no adapter there, or one of another shape, scale or set of targets.
@@ -117,8 +134,9 @@ def load_adapter(wrapped: Any, folder: str) -> None:
     wanted = {saved_name(name): parameter for name, parameter in wrapped.named_parameters() if "lora_" in name}
     with safe_open(file, framework="pt") as opened:
         stored = set(opened.keys())
-        for key in sorted(stored ^ wanted.keys()) or wanted:
-            if key not in stored or key not in wanted or list(opened.get_slice(key).get_shape()) != list(wanted[key].shape):
+        # names first: where one is missing or not asked for, shapes are not looked at
+        for key in sorted(stored ^ (wanted.keys() if known is None else known)) or wanted:
+            if key not in stored or key not in wanted or opened.get_slice(key).get_shape() != _whole_shape(wanted[key], pieces.get(key)):
                 raise UserError(
                     "tuning.adapter",
                     f"{folder} does not fit: {key!r} is missing, not asked for, or of another shape (its rank is {saved['r']}); "
@@ -126,7 +144,16 @@ def load_adapter(wrapped: Any, folder: str) -> None:
                     f"{folder} 与配置不符：{key!r} 缺失、多余或形状不同（其 rank 为 {saved['r']}）；请使用它的 rank 与 targets",
                 )
         for key, parameter in wanted.items():
-            write_shard(parameter, opened.get_slice(key))
+            write(parameter, pieces.get(key), opened.get_slice(key))
+
+
+def adapter_names(wrapped: Any) -> set[str]:
+    """Every name in this model's adapter file."""
+    return {saved_name(name) for name, _ in wrapped.named_parameters() if "lora_" in name}
+
+
+def _whole_shape(parameter: torch.Tensor, piece: Piece | None) -> list[int]:
+    return list(piece.shape if piece else parameter.shape)
 
 
 def _check_scale(config: LoraConfig, saved: dict[str, Any], folder: str) -> None:
@@ -139,10 +166,3 @@ def _check_scale(config: LoraConfig, saved: dict[str, Any], folder: str) -> None
                 f"{folder} was trained with {recipe_key} {there}, the recipe says {here}; write {recipe_key}: {str(there).lower()}",
                 f"{folder} 训练时的 {recipe_key} 为 {there}，而配方为 {here}；请写 {recipe_key}: {str(there).lower()}",
             )
-
-
-def saved_name(name: str) -> str:
-    """A parameter's name inside peft's file: without the adapter's own name (and DoRA's `.weight`)."""
-    if "lora_magnitude_vector" in name:
-        return name.removesuffix(".default.weight")
-    return name.replace(".default.", ".")

@@ -3,6 +3,7 @@
 A checkpoint `step-00000500/` holds DCP's files keyed by Hugging Face names (so any layout resumes any other),
 `trainer.json` (position of everything that is not a tensor) and `manifest.json` (size and SHA-256 of every file,
 written last). A folder without a manifest, or that does not match it, is never resumed from.
+Each process sums up the files it wrote, and before a resume every process checks a share of them.
 The folder must be on storage that every node sees.
 """
 
@@ -13,57 +14,32 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from ascendfactory.core.messages import UserError
-from ascendfactory.engine import device as devices
-from ascendfactory.engine.adapter import saved_name
+from ascendfactory.engine.kept import BoxReader, BoxWriter, Folder, Kept
 from ascendfactory.engine.mesh import Mesh
 from ascendfactory.engine.optim import Optimizer
+from ascendfactory.engine.state import tensor_state
 
 MANIFEST = "manifest.json"
 TRAINER = "trainer.json"
+HASHING_THREADS = 4  # hashlib lets go of the interpreter; one thread reads and hashes about 1.5 GB/s
 
 
 class DamagedCheckpoint(Exception):
     """A checkpoint folder that does not match its manifest; the text names the file."""
-
-
-def public_name(name: str) -> str:
-    """A parameter's name inside our root module → its name in Hugging Face's (or peft's) files."""
-    name = name.removeprefix("hf.")
-    if "lora_" in name:
-        return saved_name(name)
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-
-
-def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Public name → trainable parameter (the rest is in the model folder, unchanged)."""
-    return {public_name(name): p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def tensor_state(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> dict[str, Tensor]:
-    """Everything of a run that is a tensor; live, so that loading fills it in place."""
-    state = {f"model.{name}": p.detach() for name, p in trained_tensors(model).items()}
-    state |= {_moment_name(name): t for name, t in optimizer.moments().items()}
-    return state | {f"rng.{kind}.{mesh.rank}": t for kind, t in devices.rng_state(mesh.device).items()}
-
-
-def _moment_name(name: str) -> str:
-    kind, parameter = name.split(".", 1)
-    return f"{kind}.{public_name(parameter)}"
 
 
 def file_sha256(path: Path) -> str:
@@ -72,8 +48,12 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> None:
-    """Compares every file with the manifest.
+def verify(folder: Path, share: int = 0, num_shares: int = 1) -> None:
+    """Compares files with the manifest: all of them in size, a share of them in content.
+
+    Args:
+        folder: a checkpoint.
+        share, num_shares: every num_shares-th file, beginning with this one; files of neighbouring ranks go to different shares.
 
     Raises:
         DamagedCheckpoint: naming the first file that is missing, of another size, or of another content.
@@ -84,14 +64,25 @@ def verify(folder: Path) -> None:
         files = {name: (facts["bytes"], facts["sha256"]) for name, facts in json.loads((folder / MANIFEST).read_text()).items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{folder / MANIFEST} is no manifest any more") from error
-    for name, (num_bytes, checksum) in files.items():
+    for name, (num_bytes, _) in files.items():
         path = folder / name
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing")
         if path.stat().st_size != num_bytes:
             raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, {num_bytes} were written")
-        if file_sha256(path) != checksum:
-            raise DamagedCheckpoint(f"{path} has changed since it was written (checksum)")
+    # __2_0 before __10_0: a process mostly checks the file that it is about to read, which then comes from memory
+    mine = sorted(files, key=lambda name: (not name.startswith("__"), len(name), name))[share::num_shares]
+    for name, checksum in zip(mine, _hash_all([folder / name for name in mine]), strict=True):
+        if checksum != files[name][1]:
+            raise DamagedCheckpoint(f"{folder / name} has changed since it was written (checksum)")
+
+
+def _hash_all(paths: list[Path]) -> list[str]:
+    """SHA-256 of each file; several at a time."""
+    if len(paths) < 2:
+        return [file_sha256(path) for path in paths]
+    with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hash") as pool:
+        return list(pool.map(file_sha256, paths))
 
 
 def saved_folders(root: Path) -> list[Path]:
@@ -111,7 +102,7 @@ class Checkpoints:
         if mesh.is_first:
             root.mkdir(parents=True, exist_ok=True)
 
-    def save(self, tensors: dict[str, Tensor], trainer: dict[str, Any], *, best: bool = False, last: bool = False) -> None:
+    def save(self, tensors: Mapping[str, Kept | Tensor], trainer: dict[str, Any], *, best: bool = False, last: bool = False) -> None:
         """Saves at `trainer["step"]`. Returns when the tensors are copied; the disk is written meanwhile.
 
         Args:
@@ -125,26 +116,38 @@ class Checkpoints:
         """
         self.wait()
         overlaps = self._asynchronous and not last
-        written = {name: _copy_to_cpu(tensor) for name, tensor in tensors.items()} if overlaps else tensors
+        written = {name: _kept(tensor).boxes(copy=overlaps) for name, tensor in tensors.items()}
         self._pending = self._writer.submit(self._write, f"step-{trainer['step']:08d}", written, trainer, best)
         if not overlaps:
             self.wait()
 
-    def _write(self, name: str, tensors: dict[str, Tensor], trainer: dict[str, Any], best: bool) -> None:
+    def _write(self, name: str, tensors: dict[str, Any], trainer: dict[str, Any], best: bool) -> None:
         temporary = self._root / f".writing-{name}"
         if self._mesh.is_first:
             # here and not when opened: an export may read the folder while a run writes to it
             for left_over in self._root.glob(".writing-*"):
                 shutil.rmtree(left_over, ignore_errors=True)
         with _quietly_alone():
-            dcp.save(tensors, checkpoint_id=temporary, process_group=self._group, no_dist=self._group is None)
+            dcp.save(tensors, checkpoint_id=temporary, planner=BoxWriter(), process_group=self._group, no_dist=self._group is None)
+        checksums = self._gather_checksums(temporary)
         if not self._mesh.is_first:
             return
         (temporary / TRAINER).write_text(json.dumps(trainer))
-        finish_folder(temporary, self._root / name)
+        finish_folder(temporary, self._root / name, checksums)
         if best:
             (self._root / "best").write_text(name)
         self._prune(name)
+
+    def _gather_checksums(self, folder: Path) -> dict[str, str]:
+        """File → SHA-256 of what every process wrote; what one could not read, the first process sums up itself."""
+        if self._group is None:
+            return {}
+        mine: dict[str, str] = {}
+        with suppress(OSError):
+            mine = {path.name: file_sha256(path) for path in folder.glob(f"__{self._mesh.rank}_*")}
+        gathered: list[dict[str, str]] | None = [{}] * self._mesh.size if self._mesh.is_first else None
+        dist.gather_object(mine, gathered, dst=0, group=self._group)
+        return {name: checksum for files in gathered or [] for name, checksum in files.items()}
 
     def _prune(self, newest: str) -> None:
         """Later steps than the one just written belong to a course that a resume gave up (or are damaged): they go first."""
@@ -189,36 +192,55 @@ class Checkpoints:
             UserError: the named folder is no healthy checkpoint.
         """
         damaged: list[str] = []
-        found = ""
-        if self._mesh.is_first:
-            found = str(self._search(resume, damaged) or "")
-        if self._group is not None:
-            box = [found, damaged]
-            dist.broadcast_object_list(box, src=0, group=self._group)
-            found, damaged = box
+        found: Path | None = None
+        for folder in self._candidates(resume):
+            if error := self._first_damage(folder):
+                damaged.append(error)
+            else:
+                found = folder
+                break
         if resume not in ("auto", "none") and not found:
             reason = damaged[0] if damaged else f"{resume} is no checkpoint"
             raise UserError(
                 "checkpoint.resume", f"{reason}; use auto for the newest healthy one", f"{reason}；可用 auto 选择最新的完好检查点"
             )
-        return (Path(found) if found else None), damaged
+        return found, damaged
 
-    def _search(self, resume: str, damaged: list[str]) -> Path | None:
+    def _candidates(self, resume: str) -> list[Path]:
+        """Folders to try in turn, as the first process sees them."""
         candidates = [] if resume == "none" else saved_folders(self._root) if resume == "auto" else [Path(resume)]
-        for folder in candidates:
-            try:
-                verify(folder)
-            except DamagedCheckpoint as error:
-                damaged.append(str(error))
-            else:
-                return folder
-        return None
+        if self._group is not None:
+            box = [candidates]
+            dist.broadcast_object_list(box, src=0, group=self._group)
+            candidates = box[0]
+        return candidates
+
+    def _first_damage(self, folder: Path) -> str | None:
+        """What is wrong with a folder; every process checks its share of the files and all hear the same."""
+        error: str | None = None
+        try:
+            verify(folder, self._mesh.rank, self._mesh.size)
+        except (DamagedCheckpoint, OSError) as damage:
+            error = str(damage)
+        if self._group is None:
+            return error
+        errors: list[str | None] = [None] * self._mesh.size
+        dist.all_gather_object(errors, error, group=self._group)
+        return next((text for text in errors if text), None)
 
 
-def finish_folder(temporary: Path, final: Path) -> None:
-    """Writes the manifest, forces everything to the disk, and renames: the folder is whole or not there."""
+def finish_folder(temporary: Path, final: Path, checksums: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Writes the manifest, forces everything to the disk, and renames: the folder is whole or not there.
+
+    Args:
+        temporary: where the files are.
+        final: what the folder will be called; an older one of that name is replaced.
+        checksums: file → SHA-256, of files whose writers summed them up.
+    """
     files = [p for p in sorted(temporary.rglob("*")) if p.is_file()]
-    facts = {str(p.relative_to(temporary)): {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in files}
+    rest = [p for p in files if p.name not in checksums]
+    known = dict(checksums) | {p.name: checksum for p, checksum in zip(rest, _hash_all(rest), strict=True)}
+    facts = {p.name: {"bytes": p.stat().st_size, "sha256": known[p.name]} for p in files}
     (temporary / MANIFEST).write_text(json.dumps(facts, indent=1))
     for path in [*files, temporary / MANIFEST, temporary]:
         _force_to_disk(path)
@@ -236,11 +258,8 @@ def _force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        # the constructor, because from_local would move the copy back to the mesh's device
-        return DTensor(tensor.to_local().detach().to("cpu", copy=True), tensor._spec, requires_grad=False)
-    return tensor.detach().to("cpu", copy=True)
+def _kept(tensor: Kept | Tensor) -> Kept:
+    return tensor if isinstance(tensor, Kept) else Kept(tensor)
 
 
 @contextmanager
@@ -264,42 +283,71 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     return data
 
 
-def load_tensors(folder: Path, tensors: dict[str, Tensor], mesh: Mesh) -> None:
-    """Fills live tensors from a checkpoint of any layout.
+def load_run(folder: Path, optimizer: Optimizer, mesh: Mesh) -> dict[str, Tensor]:
+    """Fills weights and moments from a checkpoint of any layout.
 
-    Args:
-        tensors: from `tensor_state`; random states that the checkpoint lacks (another number of processes) are left.
+    Returns:
+        Random generator states by kind (`cpu`, `cuda`, `npu`): this rank's, or as they are where the checkpoint has none for it.
 
     Raises:
         UserError: the checkpoint is of another model or tuning; names the first difference.
     """
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-    for name, tensor in tensors.items():
-        if name.startswith("rng."):
-            continue
-        facts = stored.get(name)
-        if not isinstance(facts, TensorStorageMetadata) or facts.size != tensor.shape:
-            there = list(facts.size) if isinstance(facts, TensorStorageMetadata) else "nothing"
-            raise UserError(
-                "checkpoint.resume",
-                f"{folder} is of another model or tuning: {name} has {there} there and {list(tensor.shape)} here; "
-                "use another output.dir, or checkpoint.resume: none",
-                f"{folder} 属于另一个模型或微调方式：{name} 在其中为 {there}，此处为 {list(tensor.shape)}；"
-                "请更换 output.dir，或设 checkpoint.resume: none",
-            )
-    extra = next((n for n in stored if n.startswith("model.") and n not in tensors), None)
-    if extra:
-        raise UserError(
-            "checkpoint.resume",
+    state = tensor_state(optimizer, mesh)
+    load_tensors(folder, state, mesh)
+    for slot in optimizer.slots.values():
+        if slot.residual is not None:
+            slot.set_master(state[f"model.{slot.name}"].of)
+    return {name.split(".")[1]: kept.parameter for name, kept in state.items() if name.startswith("rng.")}
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Kept | Tensor], mesh: Mesh) -> None:
+    """Fills live tensors from a checkpoint of any layout.
+
+    Args:
+        folder: a verified checkpoint.
+        tensors: from `tensor_state`; random states that the checkpoint lacks (another number of processes) are left.
+        mesh: the stages of a pipeline compare what they have together with what the checkpoint has.
+
+    Raises:
+        UserError: the checkpoint is of another model or tuning; names the first difference.
+    """
+    reader = Folder(folder)
+    stored = reader.read_metadata().state_dict_metadata
+    kept = {name: _kept(tensor) for name, tensor in tensors.items()}
+    difference = _first_difference(stored, kept, folder)
+    names = {name for name in kept if name.startswith("model.")}
+    if mesh.pp.size > 1:
+        # in one message what is here and whether it fits, so that all stages end alike
+        heard: list[Any] = [None] * mesh.pp.size
+        dist.all_gather_object(heard, (names, difference), group=mesh.pp.group)
+        names = set().union(*(there for there, _ in heard))
+        difference = next((text for _, text in heard if text), None)
+    extra = next((name for name in stored if name.startswith("model.") and name not in names), None)
+    if extra and not difference:
+        difference = (
             f"{folder} trains {extra!r}, this recipe does not; use another output.dir, or checkpoint.resume: none",
             f"{folder} 训练了 {extra!r}，而本配方没有；请更换 output.dir，或设 checkpoint.resume: none",
         )
-    wanted = {name: tensor for name, tensor in tensors.items() if name in stored}
+    if difference:
+        raise UserError("checkpoint.resume", *difference)
+    wanted: dict[str, Any] = {name: one.boxes() for name, one in kept.items() if name in stored}
     with _quietly_alone():
-        dcp.load(wanted, checkpoint_id=folder, no_dist=mesh.size == 1)
+        # every process knows what it wants and where it lies: nothing is left to agree on
+        dcp.load(wanted, storage_reader=reader, planner=BoxReader(), no_dist=True)
 
 
-def iter_whole(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor gathered whole, one at a time; every process must take part."""
-    for name, tensor in tensors.items():
-        yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def _first_difference(stored: Mapping[str, Any], kept: Mapping[str, Kept], folder: Path) -> tuple[str, str] | None:
+    """The first tensor that the checkpoint lacks or has in another shape, told in both languages."""
+    for name, here in kept.items():
+        if name.startswith("rng."):
+            continue
+        facts = stored.get(name)
+        if not isinstance(facts, TensorStorageMetadata) or facts.size != here.shape:
+            there = list(facts.size) if isinstance(facts, TensorStorageMetadata) else "nothing"
+            return (
+                f"{folder} is of another model or tuning: {name} has {there} there and {list(here.shape)} here; "
+                "use another output.dir, or checkpoint.resume: none",
+                f"{folder} 属于另一个模型或微调方式：{name} 在其中为 {there}，此处为 {list(here.shape)}；"
+                "请更换 output.dir，或设 checkpoint.resume: none",
+            )
+    return None

@@ -16,9 +16,11 @@ from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan
 from ascendfactory.core.recipe import Full, Lora
 from ascendfactory.engine.adapter import lora_layers
-from ascendfactory.engine.checkpoint import iter_whole, public_name, trained_tensors
+from ascendfactory.engine.kept import Kept
 from ascendfactory.engine.mesh import Mesh
 from ascendfactory.engine.model import unique_tensors
+from ascendfactory.engine.names import pieces_of, public_name
+from ascendfactory.engine.state import give_back_whole_weights, iter_whole, trained_tensors
 
 SHARD_BYTES = 5 * 2**30  # the hub's usual file size; also what is held in memory at a time
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.index.json", ".bin.index.json", ".h5", ".msgpack")
@@ -80,9 +82,12 @@ def _name_shards(target: Path, shards: list[dict[str, int]]) -> None:
     (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def whole_model(hf: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a transformers model, gathered, under its public name; tied weights once."""
-    return iter_whole({public_name(name): tensor for name, tensor in unique_tensors(hf)})
+def whole_model(model: nn.Module, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the model in our root module, gathered, under its public name; tied weights once."""
+    give_back_whole_weights(model)
+    pieces = pieces_of(model)
+    named = {public_name(name): tensor for name, tensor in unique_tensors(model)}
+    return iter_whole({name: Kept(tensor, pieces.get(name)) for name, tensor in named.items()}, mesh)
 
 
 def export_model(model: nn.Module, plan: Plan, mesh: Mesh, target: Path) -> None:
@@ -95,10 +100,10 @@ def export_model(model: nn.Module, plan: Plan, mesh: Mesh, target: Path) -> None
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
     if isinstance(plan.recipe.tuning, Lora):
-        _write_adapter(model, plan, temporary, writes=mesh.is_first)
+        _write_adapter(model, plan, temporary, mesh)
     else:
         dtype = _export_dtype(plan, plan.recipe.output.dtype)
-        write_weights(temporary, whole_model(model.hf), dtype, writes=mesh.is_first)
+        write_weights(temporary, whole_model(model, mesh), dtype, writes=mesh.is_first)
         if mesh.is_first:
             _write_config(Path(plan.recipe.model.path), temporary, dtype)
     if mesh.is_first:
@@ -133,13 +138,13 @@ def _own_template(plan: Plan, target: Path) -> None:
         shutil.copyfile(plan.recipe.data.chat_template, target / "chat_template.jinja")
 
 
-def _write_adapter(model: Any, plan: Plan, target: Path, *, writes: bool) -> None:
+def _write_adapter(model: nn.Module, plan: Plan, target: Path, mesh: Mesh) -> None:
     dtype = _adapter_dtype(plan.recipe.output.dtype)
-    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in iter_whole(trained_tensors(model))}
-    if not writes:
+    whole = {name: tensor.to("cpu", dtype).contiguous() for name, tensor in iter_whole(trained_tensors(model), mesh)}
+    if not mesh.is_first:
         return
     save_file(whole, target / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = model.hf.peft_config["default"]
+    config = next(module.peft_config["default"] for module in model.modules() if hasattr(module, "peft_config"))
     config.base_model_name_or_path = str(Path(plan.recipe.model.path).resolve())
     config.inference_mode = True
     config.save_pretrained(target)

@@ -9,20 +9,21 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ascendfactory.core.messages import UserError
 from ascendfactory.engine import attention
+from ascendfactory.engine.names import weight_names
+from ascendfactory.engine.parallel.pieces import Piece, write
 
 
 def read_config(folder: str) -> PretrainedConfig:
@@ -35,7 +36,7 @@ def read_config(folder: str) -> PretrainedConfig:
         raise UserError(
             "model.path",
             f"no config.json in {folder!r}; give a folder as downloaded from the hub",
-            f"{folder!r} 中没有 config.json;请给出从模型库下载的文件夹",
+            f"{folder!r} 中没有 config.json；请给出从模型库下载的文件夹",
         )
     try:
         return AutoConfig.from_pretrained(folder)
@@ -84,21 +85,22 @@ def materialize(model: nn.Module, hf: Any, device: torch.device) -> None:
     hf.tie_weights(recompute_mapping=False)
     for module in hf.modules():
         if module._non_persistent_buffers_set:
-            filled = _initialised_copy(hf, module, "meta")
+            filled = _initialised_copy(hf, module, "meta", {})
             for name in module._non_persistent_buffers_set:
                 if (buffer := getattr(module, name)) is not None:
                     buffer.copy_(getattr(filled, name))
 
 
-def _initialised_copy(hf: Any, module: nn.Module, parameters_on: str) -> nn.Module:
+def _initialised_copy(hf: Any, module: nn.Module, parameters_on: str, shapes: dict[str, tuple[int, ...]]) -> nn.Module:
     """A copy of one module (its children left out) with the values that transformers gives a new one, buffers on CPU.
 
     Parameters that are not wanted stay on meta: Gemma's embedding is gigabytes beside its one scale.
+    `shapes` holds the whole shapes of parameters that were cut.
     """
     bare = copy.copy(module)
     bare._modules = {}
     bare._parameters = {
-        name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device=parameters_on))
+        name: None if p is None else nn.Parameter(torch.empty(shapes.get(name, p.shape), dtype=p.dtype, device=parameters_on))
         for name, p in module._parameters.items()
     }
     bare._buffers = {name: None if b is None else torch.empty(b.shape, dtype=b.dtype) for name, b in module._buffers.items()}
@@ -107,41 +109,33 @@ def _initialised_copy(hf: Any, module: nn.Module, parameters_on: str) -> nn.Modu
     return bare
 
 
-def write_shard(target: Tensor, value: Tensor | Any) -> None:
-    """Copies this device's part of a whole tensor into a parameter.
-
-    Args:
-        target: a plain tensor, or a DTensor sharded over any mesh.
-        value: the whole tensor, or a safetensors slice of it (only the needed rows are then read).
-    """
-    if isinstance(target, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        at = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
-        local = target.to_local()
-        if local.numel():
-            local.copy_(value[at])
-    else:
-        target.copy_(value[:] if not isinstance(value, Tensor) else value)
-
-
 def name_seed(seed: int, name: str) -> int:
     """A seed for one tensor, so that its random values depend on neither the layout nor the order of creation."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")
 
 
 @torch.no_grad()
-def draw_weights(hf: Any, seed: int) -> None:
-    """Random weights by transformers' own rules, the same under every layout; one module's whole weights are alive at a time."""
+def draw_weights(hf: Any, seed: int, pieces: Mapping[str, Piece] = MappingProxyType({})) -> None:
+    """Random weights by transformers' own rules, the same under every layout; one module's whole weights are alive at a time.
+
+    Args:
+        hf: the materialised model (under pipeline parallelism: of one chunk); parameters may be cut. Adapters are left as they are.
+        seed: of the run.
+        pieces: name → piece; names that are absent are whole.
+    """
     done: set[int] = set()
     for module_name, module in hf.named_modules():
         own = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in done}
-        if not own:
+        if not own or "lora_" in module_name:
             continue
+        public = {name: f"{module_name}.{name}".replace(".base_layer", "") for name in own}
+        cuts = {name: pieces.get(public[name]) for name in own}
+        shapes = {name: tuple(cut.shape if cut else own[name].shape) for name, cut in cuts.items()}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(name_seed(seed, module_name))
-            filled = _initialised_copy(hf, module, "cpu")
+            filled = _initialised_copy(hf, module, "cpu", shapes)
         for name, parameter in own.items():
-            write_shard(parameter, getattr(filled, name).detach())
+            write(parameter, cuts[name], getattr(filled, name).detach())
             done.add(id(parameter))
 
 
@@ -177,21 +171,31 @@ def weight_files(folder: str) -> dict[str, Path]:
 
 
 @torch.no_grad()
-def load_weights(hf: Any, folder: str) -> None:
-    """Reads every parameter and persistent buffer of the model; each process reads only its own rows.
+def load_weights(
+    hf: Any,
+    folder: str,
+    pieces: Mapping[str, Piece] = MappingProxyType({}),
+    known: Set[str] | None = None,
+) -> None:
+    """Reads every parameter and persistent buffer of the model; each process reads only what it holds.
 
     Args:
-        hf: the materialised model; parameters may be sharded, their names those of transformers.
+        hf: the materialised model (under pipeline parallelism: of one chunk); parameters may be cut, their names those of
+            transformers.
+        folder: as downloaded from the hub.
+        pieces: name → piece; names that are absent are whole.
+        known: `names.weight_names` of the uncut model; None: this model is uncut.
 
     Raises:
         UserError: a tensor is missing, its shape is not the model's, or the files hold one that the model has no place for.
     """
     files = weight_files(folder)
     prefix = hf.base_model_prefix + "."
-    _refuse_unused(hf, folder, set(files))
+    _refuse_unused(hf, folder, set(files), weight_names(hf) if known is None else known)
     with ExitStack() as stack:
         opened: dict[Path, Any] = {}
         for name, target in unique_tensors(hf):
+            piece = pieces.get(name)
             # folders of bare decoders leave the prefix out
             stored = name if name in files else name.removeprefix(prefix)
             if stored not in files:
@@ -199,24 +203,24 @@ def load_weights(hf: Any, folder: str) -> None:
             if files[stored] not in opened:
                 opened[files[stored]] = stack.enter_context(safe_open(files[stored], framework="pt"))
             part = opened[files[stored]].get_slice(stored)
-            if list(part.get_shape()) != list(target.shape):
+            shape = list(piece.shape if piece else target.shape)
+            if list(part.get_shape()) != shape:
                 raise UserError(
                     "model.path",
-                    f"weight {name!r} has shape {part.get_shape()} in {files[stored].name}, config.json says {list(target.shape)}",
-                    f"权重 {name!r} 在 {files[stored].name} 中形状为 {part.get_shape()}，而 config.json 要求 {list(target.shape)}",
+                    f"weight {name!r} has shape {part.get_shape()} in {files[stored].name}, config.json says {shape}",
+                    f"权重 {name!r} 在 {files[stored].name} 中形状为 {part.get_shape()}，而 config.json 要求 {shape}",
                 )
-            write_shard(target, part)
+            write(target, piece, part)
 
 
-def _refuse_unused(hf: Any, folder: str, stored: set[str]) -> None:
+def _refuse_unused(hf: Any, folder: str, stored: set[str], known: Set[str]) -> None:
     """Weights that no one reads mean that config.json is of another model: fewer layers, no biases, another quantisation.
 
     Tied heads, rotary tables of old exports and what the model class itself ignores do not count.
     """
-    known = {name.replace(".base_layer", "") for name in hf.state_dict()}
-    known |= {name.removeprefix(hf.base_model_prefix + ".") for name in known}
+    places = known | {name.removeprefix(hf.base_model_prefix + ".") for name in known}
     ignored = [re.compile(pattern) for pattern in (*(hf._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$")]
-    unused = sorted(name for name in stored - known if not any(pattern.search(name) for pattern in ignored))
+    unused = sorted(name for name in stored - places if not any(pattern.search(name) for pattern in ignored))
     if unused:
         raise UserError(
             "model.path",

@@ -1,8 +1,9 @@
 """A dry run of the engine's own step, for any number of devices, in one process and without memory for it.
 
-The model is built and stepped under fake tensors with a fake process group: shapes flow, nothing is computed. Two small
-depths are traced and the rest is a straight line, since layers are alike. What comes out is what the code will do:
-peak bytes of a device by kind, and bytes that each collective hands to it.
+The model is built, cut by its layout and stepped under fake tensors with a fake process group: shapes flow, nothing is computed. Two
+small depths are traced and the rest is a straight line, since layers are alike; so are micro-batches beyond those that fill a pipeline.
+What comes out is what the code will do: peak bytes of a device by kind, and bytes that each collective hands to it, by the axis of
+the layout that they travel along. Of a pipeline the fullest stage is traced, as the plan names it.
 
 Seen from the CPU build of torch, so attention is the CPU kernel's; an allocator's fragmentation and the buffers of
 NCCL or HCCL are not in it.
@@ -11,6 +12,7 @@ NCCL or HCCL are not in it.
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,23 +24,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from ascendfactory.core.plan import Plan
+from ascendfactory.core.plan import Layout, Plan
+from ascendfactory.core.stages import chunks_of, layout_cut, model_costs
 from ascendfactory.engine import model as models
-from ascendfactory.engine.build import assemble_model, needs_fsdp
-from ascendfactory.engine.data.batch import MicroBatch
-from ascendfactory.engine.mesh import Mesh
+from ascendfactory.engine.build import assemble_model, make_pipeline, needs_fsdp
+from ascendfactory.engine.data.batch import IGNORED, MicroBatch
+from ascendfactory.engine.mesh import Mesh, make_mesh
+from ascendfactory.engine.objective.causal_lm import CausalLM
 from ascendfactory.engine.optim import Optimizer
+from ascendfactory.engine.parallel.context import LocalBatch, cut
 from ascendfactory.engine.parallel.fsdp import mark_micro_batch
+from ascendfactory.engine.parallel.pipeline import Pipeline
 
-DEPTHS = (2, 4)  # layers of the two traced models
+DEPTHS = (2, 4)  # layers of the two traced models; of each chunk of a pipeline half as many
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+
+Bytes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -46,17 +53,25 @@ class Simulation:
     """What one device would hold and receive in an optimizer step.
 
     `peak_bytes` is the highest moment, by kind of tensor (weights, gradients, moments, activations, other);
-    `communicated_bytes` the outputs of each collective operation.
+    `communicated_bytes` the outputs of each collective operation along each axis, as `all_gather tp`.
     """
 
-    peak_bytes: dict[str, int]
-    communicated_bytes: dict[str, int]
+    peak_bytes: Bytes
+    communicated_bytes: Bytes
     trained_share: float  # of positions with a label, as assumed
 
     @property
     def total_bytes(self) -> int:
         """Peak bytes of all kinds."""
         return sum(self.peak_bytes.values())
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """Of a step with so many layers and micro-batches."""
+
+    peak: Bytes
+    communicated: Bytes
 
 
 def simulate(plan: Plan, trained_share: float = 1.0) -> Simulation:
@@ -70,41 +85,109 @@ def simulate(plan: Plan, trained_share: float = 1.0) -> Simulation:
         UserError: the model's config.json cannot be read.
     """
     config = models.read_config(plan.recipe.model.path)
-    depth = config.get_text_config().num_hidden_layers
-    low, high = (min(d, depth) for d in DEPTHS)
-    with _fake_processes(plan.layout.dp):
-        traces = [_trace(plan, _shortened(config, d), trained_share) for d in (low, high)]
-    peak, communicated = (
-        {name: _line(low, traces[0][part].get(name, 0), high, traces[1][part].get(name, 0), depth) for name in traces[1][part]}
-        for part in (0, 1)
+    stage = _fullest_stage(plan)
+    layers = _own_layers(plan, stage)
+    again = plan.layout.recompute_layers
+    if not 0 < again < layers:
+        found = _at_depth(plan, config, stage, trained_share, layers)
+    else:  # layers of two kinds: the recomputed ones, and what each of the others adds
+        found = _at_depth(_with_layout(plan, recompute_layers=again), config, stage, trained_share, again)
+        plain = _with_layout(plan, recompute="none", recompute_layers=0)
+        more, fewer = (_at_depth(plain, config, stage, trained_share, depth) for depth in (layers, again))
+        found = _Trace(_sum(found.peak, more.peak, fewer.peak), _sum(found.communicated, more.communicated, fewer.communicated))
+    return Simulation(_positive(found.peak), _positive(found.communicated), trained_share)
+
+
+def _fullest_stage(plan: Plan) -> int:
+    sizes = [sum(term.num_bytes for term in terms) for terms in plan.stages]
+    return sizes.index(max(sizes)) if len(sizes) == plan.layout.pp else 0
+
+
+def _own_layers(plan: Plan, stage: int) -> int:
+    """Decoder layers of a stage."""
+    layout = plan.layout
+    if layout.pp == 1:
+        return plan.card.num_layers
+    ranges = layout_cut(layout, model_costs(plan.card, plan.recipe.data.seq_len))
+    return sum(len(ranges[chunk]) for chunk in chunks_of(stage, layout.pp, layout.vpp, layout.schedule))
+
+
+def _with_layout(plan: Plan, **changes: Any) -> Plan:
+    return plan.model_copy(update={"layout": plan.layout.model_copy(update=changes)})
+
+
+def _sum(base: Bytes, plus: Bytes, minus: Bytes) -> Bytes:
+    return {name: base.get(name, 0) + plus.get(name, 0) - minus.get(name, 0) for name in {**base, **plus, **minus}}
+
+
+def _positive(sizes: Bytes) -> Bytes:
+    return {name: size for name, size in sizes.items() if size > 0}
+
+
+def _at_depth(plan: Plan, config: Any, stage: int, trained_share: float, layers: int) -> _Trace:
+    """A step with so many layers on the stage, on the line through two shorter models."""
+    low, high = (depth * plan.layout.vpp // (2 if plan.layout.pp > 1 else 1) for depth in DEPTHS)
+    if plan.layout.pp == 1:
+        low, high = min(low, layers), min(high, layers)
+    return _line(low, _at_count(plan, config, stage, trained_share, low), high, _at_count(plan, config, stage, trained_share, high), layers)
+
+
+def _at_count(plan: Plan, config: Any, stage: int, trained_share: float, layers: int) -> _Trace:
+    """A step with all its micro-batches: traced where they are few, else on the line through two smaller counts."""
+    layout, wanted = plan.layout, plan.layout.num_micro
+    short = _shortened(plan, layers)
+    config = _shortened_config(config, short.card.num_layers)
+    low, high = (2 * layout.pp, 3 * layout.pp) if layout.pp > 1 else (2, 3)
+    if wanted <= high:
+        return _trace(short, config, stage, trained_share, wanted)
+    traces = [_trace(short, config, stage, trained_share, count) for count in (low, high)]
+    return _line(low, traces[0], high, traces[1], wanted)
+
+
+def _line(x0: int, y0: _Trace, x1: int, y1: _Trace, x: int) -> _Trace:
+    def extend(a: Bytes, b: Bytes) -> Bytes:
+        return {n: b.get(n, 0) if x1 == x0 else round(a.get(n, 0) + (b.get(n, 0) - a.get(n, 0)) * (x - x0) / (x1 - x0)) for n in {**a, **b}}
+
+    return _Trace(extend(y0.peak, y1.peak), extend(y0.communicated, y1.communicated))
+
+
+def _shortened(plan: Plan, layers: int) -> Plan:
+    """The plan of a model with so many layers on each stage."""
+    layout = plan.layout
+    sizes = (layers // layout.vpp,) * (layout.pp * layout.vpp) if layout.pp > 1 else ()
+    return _with_layout(
+        plan.model_copy(update={"card": plan.card.model_copy(update={"num_layers": layers * layout.pp})}), stage_layers=sizes
     )
-    return Simulation(peak, communicated, trained_share)
 
 
-def _line(x0: int, y0: int, x1: int, y1: int, x: int) -> int:
-    return y1 if x1 == x0 else round(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
-
-
-def _shortened(config: Any, depth: int) -> Any:
-    """The config with fewer layers; lists of one entry a layer are cut."""
+def _shortened_config(config: Any, depth: int) -> Any:
+    """The config with another number of layers; lists of one entry a layer follow."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     full = text.num_hidden_layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == full:
-            setattr(text, name, value[:depth])
+            setattr(text, name, (value * -(-depth // full))[:depth])
     text.num_hidden_layers = depth
     return config
 
 
 @contextmanager
-def _fake_processes(size: int) -> Iterator[None]:
-    """A process group whose collectives return at once; this process is its first."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+def _fake_processes(rank: int, layout: Layout) -> Iterator[None]:
+    """A process group whose collectives return at once; this process is one of them."""
+    names = {"RANK": str(rank), "WORLD_SIZE": str(layout.num_devices), "LOCAL_RANK": "0"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.num_devices)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
@@ -130,31 +213,55 @@ def _local_shapes() -> Iterator[None]:
 
 
 class _CountCollectives(TorchDispatchMode):
-    """Adds up the bytes that collective operations put out on this device."""
+    """Adds up the bytes that collective operations put out on this device, by operation and axis."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self.received_bytes: Counter[str] = Counter()
+        axes = {name: getattr(mesh, name).group for name in ("tp", "pp", "ring", "ulysses")}
+        if mesh.fsdp is not None:
+            names = mesh.fsdp.mesh_dim_names or ()
+            axes |= {"dp" if name == "shard" else name: mesh.fsdp.get_group(name) for name in names}
+        self._axes = {group.group_name: name for name, group in axes.items() if group is not None}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        if function.namespace in _COLLECTIVES and "wait" not in function._opname:
+        if function.namespace in _COLLECTIVES and "wait" not in function._opname and "send" not in function._opname:
             outputs = {id(t): t for t in tree_leaves(result) if isinstance(t, Tensor)}
-            self.received_bytes[_public(function._opname)] += sum(t.numel() * t.element_size() for t in outputs.values())
+            if "recv" in function._opname:
+                outputs = {id(t): t for t in args[0]}
+            name = f"{_public(function._opname)} {self._axis([*args, *(kwargs or {}).values()])}"
+            self.received_bytes[name] += sum(t.numel() * t.element_size() for t in outputs.values())
         return result
+
+    def _axis(self, args: list[Any]) -> str:
+        """The axis of the group among an operator's arguments; groups of a few devices of one axis, and of all, have no name."""
+        for value in args:
+            if isinstance(value, torch.ScriptObject):
+                value = dist.ProcessGroup.unbox(value).group_name
+            if isinstance(value, str) and value in self._axes:
+                return self._axes[value]
+        return "others"
 
 
 def _public(operation: str) -> str:
     """`_allgather_base_` and `all_gather_into_tensor_out` → `all_gather`."""
     flat = operation.replace("_", "")
-    return next(
-        (name for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast") if name.replace("_", "") in flat),
-        operation,
-    )
+    known = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "recv")
+    return next((name for name in known if name.replace("_", "") in flat), operation)
 
 
 class _Tracker(MemTracker):
-    """torch's tracker hooks the gradient of every parameter; a frozen one has none to hook."""
+    """torch's tracker for a root that runs once a micro-batch, and for frozen parameters, which have no gradient to hook."""
+
+    def __init__(self, root: torch.nn.Module) -> None:
+        super().__init__()
+        self._root = root
+
+    def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
+        if module is self._root:
+            self.reset_mod_stats()  # it wants one forward pass a module at a time
+        super()._pre_fw_hook(module, inputs)
 
     def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> tuple[int, int]:
         for parameter in module.parameters():
@@ -163,30 +270,51 @@ class _Tracker(MemTracker):
         sizes: tuple[int, int] = super()._track_module_params_and_buffers(module, install_grad_hooks)
         return sizes
 
+    def track_moments(self, optimizer: Optimizer) -> None:
+        """Counts them as states of an optimizer."""
+        from torch.distributed._tools.mem_tracker import _MemRefType
 
-def _trace(plan: Plan, config: Any, trained_share: float) -> tuple[dict[str, int], dict[str, int]]:
-    """Peak bytes by kind and communicated bytes of one optimizer step of a model of this depth."""
+        for moment in optimizer.moments().values():
+            self._update_and_maybe_create_winfos(moment, _MemRefType.OPT)
+
+
+def _trace(plan: Plan, config: Any, stage: int, trained_share: float, num_micro: int) -> _Trace:
+    """One optimizer step of a model of this depth with so many micro-batches."""
+    plan = _with_layout(plan, num_micro=num_micro)
     layout = plan.layout
-    dp = init_device_mesh("cpu", (layout.replicate, layout.shard), mesh_dim_names=("replicate", "shard")) if needs_fsdp(plan) else None
-    mesh = Mesh(torch.device("cpu"), 0, layout.dp, dp)
-    model, base = assemble_model(plan, mesh, config)
-    counter = _CountCollectives()
-    with FakeTensorMode(allow_non_fake_inputs=True), _local_shapes():
-        model.to_empty(device="cpu")
-        base.tie_weights(recompute_mapping=False)
-        model.train()
-        optimizer = Optimizer(model, plan.recipe.optim, 1, mesh, layout.replicate)
-        tracker = _Tracker()
-        tracker.track_external(model, optimizer.adamw)
-        with tracker, counter:
-            for number in range(min(2, layout.num_micro)):
-                tracker.reset_mod_stats()  # it wants one forward pass a module at a time
-                mark_micro_batch(model, layout, is_last=number == min(2, layout.num_micro) - 1)
-                model(_batch(plan, trained_share), 1.0).backward()
-            optimizer.adamw.step()
-            optimizer.drop_gradients()
-    (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    return {_kind(name): size for name, size in snapshot.items() if _kind(name) != "total" and size}, dict(counter.received_bytes)
+    with _fake_processes(stage * (layout.num_devices // layout.pp), layout):
+        mesh = make_mesh(layout, "cpu", sharded=needs_fsdp(plan))
+        skeleton = assemble_model(plan, mesh, config)
+        model = skeleton.model
+        pipeline = make_pipeline(plan, mesh, model)
+        batches = [cut(_batch(plan, trained_share), mesh) for _ in range(num_micro)]
+        counter = _CountCollectives(mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True), _local_shapes():
+            model.to_empty(device="cpu")
+            skeleton.base.tie_weights(recompute_mapping=False)
+            model.train()
+            optimizer = Optimizer(model, plan.recipe.optim, layout, 1, mesh)
+            tracker = _Tracker(model)
+            tracker.track_external(model)
+            tracker.track_moments(optimizer)
+            with tracker, counter:
+                optimizer.start_step(0)
+                _forward_backward(model, pipeline, layout, batches)
+                optimizer.sum_partial_gradients()
+                optimizer.step(0, 0.0)
+        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    peak = {_kind(name): size for name, size in snapshot.items() if _kind(name) != "total" and size}
+    return _Trace(peak, dict(counter.received_bytes))
+
+
+def _forward_backward(model: CausalLM, pipeline: Pipeline | None, layout: Layout, batches: list[LocalBatch]) -> None:
+    """As the trainer does it."""
+    if pipeline is not None:
+        pipeline.step(batches, 1.0)
+        return
+    for number, batch in enumerate(batches):
+        mark_micro_batch(model, layout, is_last=number == len(batches) - 1)
+        model(batch, 1.0).backward()
 
 
 def _kind(name: Any) -> str:
@@ -205,5 +333,6 @@ def _batch(plan: Plan, trained_share: float) -> MicroBatch:
     """A packed micro-batch of full rows, one document each."""
     rows, length = plan.layout.micro_size, plan.recipe.data.seq_len
     zeros = torch.zeros(rows, length, dtype=torch.int64)
-    trained_at = torch.zeros(max(1, int(rows * length * trained_share)), dtype=torch.int64)
-    return MicroBatch(zeros, zeros, zeros, zeros.int(), trained_at, [[length]] * rows)
+    num_trained = max(1, int(rows * length * trained_share))
+    labels = zeros.flatten().masked_fill(torch.arange(rows * length) >= num_trained, IGNORED).view(rows, length)
+    return MicroBatch(zeros, labels, zeros, zeros.int(), torch.arange(num_trained), [[length]] * rows)

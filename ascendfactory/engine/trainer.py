@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 
@@ -21,13 +23,14 @@ from ascendfactory.engine import checkpoint
 from ascendfactory.engine import device as devices
 from ascendfactory.engine.build import Run, build
 from ascendfactory.engine.chat import answer
-from ascendfactory.engine.data.batch import MicroBatch
+from ascendfactory.engine.data.batch import MicroBatch, count_trained_tokens
 from ascendfactory.engine.data.preview import check_mask
 from ascendfactory.engine.export import export_model
 from ascendfactory.engine.metrics import forget_steps_after, model_flops_utilisation, training_flops
-from ascendfactory.engine.objective.causal_lm import count_trained_tokens
+from ascendfactory.engine.parallel.context import LocalBatch, cut
 from ascendfactory.engine.parallel.fsdp import mark_micro_batch
 from ascendfactory.engine.provenance import provenance
+from ascendfactory.engine.state import tensor_state
 
 
 def train_steps(plan: Plan) -> Iterator[StepMetrics]:
@@ -60,18 +63,16 @@ def train_steps(plan: Plan) -> Iterator[StepMetrics]:
 def train_step(run: Run, stop: StopSignal) -> StepMetrics:
     """One optimizer step: loss = Σ token losses / trained tokens of the step, over all micro-batches and devices."""
     began = time.perf_counter()
-    batches = [batch.to(run.mesh.device) for batch in run.data.next_step()]
+    run.position.set(run.step + 1, "data")
+    batches = run.data.next_step()
     counts = _count(run, batches, stop)
-    scale = 1.0 / max(1, counts.trained)
+    run.position.set(run.step + 1, "compute")
+    run.optimizer.start_step(run.step)
+    loss = _forward_backward(run, _own_parts(run, batches), scale=1.0 / max(1, counts.trained))
 
-    loss = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
-    for number, batch in enumerate(batches):
-        mark_micro_batch(run.model, run.plan.layout, is_last=number == len(batches) - 1)
-        part: Tensor = run.model(batch, scale)
-        part.backward()
-        loss += part.detach()
-
-    loss_sum, grad_norm = run.optimizer.gradient_norm(float(loss))
+    run.position.set(run.step + 1, "update")
+    # tensor-parallel partners know the same loss
+    loss_sum, grad_norm = run.optimizer.gradient_norm(float(loss) / run.mesh.tp.size)
     skipped = None if math.isfinite(loss_sum) and math.isfinite(grad_norm) else _refuse_update(run, loss_sum, grad_norm)
     lr = 0.0 if skipped else run.optimizer.step(run.step, grad_norm)
     run.step += 1
@@ -96,6 +97,24 @@ def train_step(run: Run, stop: StopSignal) -> StepMetrics:
     )
 
 
+def _own_parts(run: Run, batches: list[MicroBatch]) -> list[LocalBatch]:
+    """This device's tokens of micro-batches, on the device."""
+    return [cut(batch, run.mesh).to(run.mesh.device) for batch in batches]
+
+
+def _forward_backward(run: Run, batches: list[LocalBatch], scale: float) -> Tensor:
+    """Leaves the gradients of all micro-batches on the parameters; gives this device's share of the loss."""
+    if run.pipeline is not None:
+        return run.pipeline.step(batches, scale)
+    loss = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
+    for number, batch in enumerate(batches):
+        mark_micro_batch(run.model, run.plan.layout, is_last=number == len(batches) - 1)
+        part: Tensor = run.model(batch, scale)
+        part.backward()
+        loss += part.detach()
+    return loss
+
+
 @dataclass(frozen=True)
 class _Counts:
     trained: int
@@ -104,12 +123,13 @@ class _Counts:
 
 
 def _count(run: Run, batches: list[MicroBatch], stop: StopSignal) -> _Counts:
-    """Sums over all devices, and in the same message whether any process was told to stop."""
+    """Sums over all rows, and in the same message whether any process was told to stop. Partners that read the same rows all count
+    them."""
     lengths = [length for batch in batches for row in batch.lengths for length in row]
     mine = [count_trained_tokens(batches), sum(lengths), sum(n * n for n in lengths), stop.received]
-    trained, tokens, square_lengths, stops = run.mesh.sum([float(v) for v in mine])
+    *sums, stops = run.mesh.sum([float(v) for v in mine])
     stop.agreed = stops > 0
-    return _Counts(int(trained), int(tokens), int(square_lengths))
+    return _Counts(*(int(total) // run.mesh.readers for total in sums))
 
 
 def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
@@ -130,14 +150,17 @@ def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
 @torch.no_grad()
 def evaluate(run: Run) -> float:
     """Mean token loss of the held-out rows."""
+    run.position.set(run.step, "evaluate")
     run.model.eval()
     total, trained = 0.0, 0
-    for batch in run.data.eval_batches():
-        total += float(run.model(batch.to(run.mesh.device), 1.0))
-        trained += count_trained_tokens([batch])
+    batches = run.data.eval_batches()
+    while group := list(islice(batches, run.plan.layout.num_micro)):
+        parts = _own_parts(run, group)
+        total += float(run.pipeline.evaluate(parts)) if run.pipeline else sum(float(run.model(part, 1.0)) for part in parts)
+        trained += count_trained_tokens(group)
     run.model.train()
-    total, tokens = run.mesh.sum([total, float(trained)])
-    return total / max(1.0, tokens)
+    total, tokens = run.mesh.sum([total / run.mesh.tp.size, float(trained)])
+    return total / max(1.0, tokens / run.mesh.readers)
 
 
 def _is_better(run: Run, eval_loss: float | None) -> bool:
@@ -155,6 +178,7 @@ def _in_steps(run: Run, every: Duration) -> int:
 
 def save(run: Run, *, best: bool = False, last: bool = False) -> None:
     """Saves the whole state of the run; the last save needs no copy, since nothing changes under it."""
+    run.position.set(run.step, "save")
     trainer = {
         "version": 1,
         "step": run.step,
@@ -163,13 +187,13 @@ def save(run: Run, *, best: bool = False, last: bool = False) -> None:
         "data": run.data.state_dict(),
         "best_eval_loss": run.best_eval_loss,
     }
-    run.checkpoints.save(checkpoint.tensor_state(run.model, run.optimizer, run.mesh), trainer, best=best, last=last)
+    run.checkpoints.save(tensor_state(run.optimizer, run.mesh), trainer, best=best, last=last)
 
 
 def start(run: Run) -> None:
     """Everything before the first step: checks the data, resumes, writes provenance, answers the sample prompts."""
     recipe, run_dir = run.plan.recipe, Path(run.plan.run_dir)
-    folder, damaged = run.checkpoints.find(recipe.checkpoint.resume)
+    folder, damaged = run.checkpoints.find(_where_from(recipe.checkpoint.resume))
     for text in damaged:
         run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点：{text}")
     if folder is not None:
@@ -183,12 +207,14 @@ def start(run: Run) -> None:
         _answer_samples(run, "before")
 
 
+def _where_from(resume: str) -> str:
+    """What torchrun starts again after losing a process goes on from the newest checkpoint, whatever the first start was told."""
+    return "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else resume
+
+
 def resume(run: Run, folder: Path) -> None:
     """Puts the run where a checkpoint left it, to the bit if the number of processes is the same."""
-    tensors = checkpoint.tensor_state(run.model, run.optimizer, run.mesh)
-    checkpoint.load_tensors(folder, tensors, run.mesh)
-    prefix = "rng."
-    states = {name.split(".")[1]: t for name, t in tensors.items() if name.startswith(prefix)}
+    states = checkpoint.load_run(folder, run.optimizer, run.mesh)
     devices.set_rng_state(run.mesh.device, states)
     trainer = checkpoint.read_trainer(folder)
     run.step = trainer["step"]
@@ -208,17 +234,23 @@ def finish(run: Run, *, stopped: bool) -> None:
             "stopped", f"stopped and saved at step {run.step}; run it again to go on", f"已在第 {run.step} 步停止并保存；再次运行即可继续"
         )
     else:
+        run.position.set(run.step, "export")
         _answer_samples(run, "after")
         if run.plan.recipe.output.export:
             export_model(run.model, run.plan, run.mesh, run_dir / "export")
             run.reporter.event("exported", f"exported to {run_dir / 'export'}", f"已导出到 {run_dir / 'export'}")
     run.reporter.close()
+    run.position.close()
 
 
 def _answer_samples(run: Run, moment: str) -> None:
     """Greedy answers to the recipe's sample prompts, kept in samples.json for the report."""
     prompts = run.plan.recipe.output.sample_prompts
     if not prompts:
+        return
+    if run.pipeline is not None:
+        text_en = "a model in pipeline stages cannot answer the sample prompts; ask the exported one with 'ascendfactory chat'"
+        run.reporter.event("samples", text_en, "流水线中的模型无法回答示例问题；请在导出后用 'ascendfactory chat' 提问")
         return
     answers = answer(run.model, run.tokenizer, prompts)
     path = Path(run.plan.run_dir) / "samples.json"

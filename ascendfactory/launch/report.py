@@ -135,7 +135,7 @@ def _samples(folder: Path) -> str:
 
 
 def _why(plan: Plan) -> str:
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in plan.why)
+    reasons = "".join(f"<li>{escape(str(reason))}</li>" for reason in plan.why)
     return _titled("Why this plan", "为何如此计划", f'<div class="panel"><ul>{reasons}</ul></div>' if reasons else "")
 
 

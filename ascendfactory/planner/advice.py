@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
+from ascendfactory.core.plan import Cluster, Layout, Line, ModelCard, Refusal
 from ascendfactory.core.recipe import Lora, Recipe, Tuning
-from ascendfactory.planner.grid import Grid, grid_of
+from ascendfactory.planner.grid import grid_of
 from ascendfactory.planner.memory import GIB, Setting, peak_bytes
 from ascendfactory.planner.space import ENOUGH_TOKENS
 
@@ -127,53 +127,106 @@ def _ways(setting: Setting, layout: Layout, judge: Judge) -> list[tuple[str, str
 
 def reasons(
     setting: Setting, layout: Layout, backend: str, num_weighed: int, num_fit: int, slower_without: Mapping[str, float | None]
-) -> list[str]:
+) -> list[Line]:
     """Why this layout, in sentences.
 
     Args:
         slower_without: degree above 1 → how much longer the best step without it is predicted to take; None: none without it fits.
     """
-    recipe, spec, device = setting.recipe, setting.recipe.layout, setting.cluster.device
-    found = [f"backend {backend}: " + ("asked for" if recipe.backend != "auto" else "the fastest of those that accept this recipe")]
-    found.append(f"layout: the shortest predicted step of {num_fit} that are legal and fit, of {num_weighed} weighed")
+    recipe, device = setting.recipe, setting.cluster.device
+    asked = recipe.backend != "auto"
+    found = [
+        Line(
+            en=f"backend {backend}: {'asked for' if asked else 'the fastest of those that accept this recipe'}",
+            zh=f"backend {backend}：{'由配方指定' if asked else '接受该配方的后端中最快'}",
+        ),
+        Line(
+            en=f"layout: the shortest predicted step of the {num_fit} that are legal and fit, of {num_weighed} weighed",
+            zh=f"布局：共比较 {num_weighed} 种，其中 {num_fit} 种合法且放得下，取预测单步最短者",
+        ),
+    ]
     if recipe.model.dtype == "auto":
-        found.append(f"dtype {setting.dtype}: {device.name} has {'' if device.has_bf16 else 'no '}bfloat16 matrix units")
-    if spec.dp == "auto":
-        left = "all" if layout.dp == setting.cluster.num_devices else "what the other degrees leave of"
-        found.append(f"dp {layout.dp}: {left} {setting.cluster.num_devices} device(s)")
-    found += _costs(setting, layout)
-    for name, slower in slower_without.items():
-        words = "none that fits does without" if slower is None else f"the best without it takes {100 * slower:.1f} % longer"
-        found.append(f"{name} {getattr(layout, name)}: {words}")
-    if recipe.batch.micro_size == "auto":
         found.append(
-            f"micro-batch {layout.micro_size} x {layout.num_micro}: the fastest that fits, up to {ENOUGH_TOKENS[device.kind]} tokens, "
-            "beyond which matrix products gain nothing"
+            Line(
+                en=f"dtype {setting.dtype}: {device.name} has {'' if device.has_bf16 else 'no '}bfloat16 matrix units",
+                zh=f"dtype {setting.dtype}：{device.name} {'有' if device.has_bf16 else '没有'} bfloat16 矩阵单元",
+            )
         )
-    return found
-
-
-def _costs(setting: Setting, layout: Layout) -> list[str]:
-    """What the chosen savings are for: the bytes that the layout would need without them."""
-    room, found = room_bytes(setting.cluster), []
-
-    def without(**change: Any) -> int:
-        return int(peak_bytes(setting, _one(layout, **change))[0])
-
-    if setting.recipe.layout.recompute == "auto":
-        if layout.recompute == "none":
-            found.append("recompute none: everything fits without")
+    found += [*_nodes(setting.cluster), *_shares(setting, layout), *_costs(setting, layout)]
+    for name, slower in slower_without.items():
+        degree = f"{name} {getattr(layout, name)}"
+        if slower is None:
+            found.append(Line(en=f"{degree}: no layout without it fits", zh=f"{degree}：不用它的布局都放不下"))
         else:
-            need = without(recompute="none", recompute_layers=0)
-            over = f"{need / GIB:.1f} GiB otherwise, of {room / GIB:.1f}" if need > room else "a larger micro-batch is worth it"
-            part = f" in {layout.recompute_layers} layers of a stage" if layout.recompute_layers else ""
-            found.append(f"recompute {layout.recompute}{part}: {over}; costs {_cost(layout)} more compute")
+            longer = f"{100 * slower:.1f} %"
+            found.append(Line(en=f"{degree}: the best without it takes {longer} longer", zh=f"{degree}：不用它的最优布局慢 {longer}"))
+    if recipe.batch.micro_size == "auto":
+        found.append(_micro(layout, ENOUGH_TOKENS[device.kind]))
     return found
 
 
-def _one(layout: Layout, **change: Any) -> Grid:
-    return grid_of([layout.model_copy(update=change)])
+def _nodes(cluster: Cluster) -> list[Line]:
+    """A word of caution where a machine was written with more devices than machines of that kind have."""
+    usual, name = cluster.device.devices_per_node, cluster.device.name
+    if cluster.device.kind == "cpu" or cluster.nproc <= usual:
+        return []
+    nodes = -(-cluster.num_devices // usual)
+    return [
+        Line(
+            en=f"cluster: {cluster.nproc} devices in one machine, as written; machines with {name} usually have {usual}: "
+            f'for {nodes} of them write "{nodes}x{usual} {name}"',
+            zh=f"集群：按所写，一台机器有 {cluster.nproc} 个设备；{name} 机器通常有 {usual} 个：若为 {nodes} 台，请写 "
+            f'"{nodes}x{usual} {name}"',
+        )
+    ]
 
 
-def _cost(layout: Layout) -> str:
-    return {"norm": "hardly any", "selective": "about a sixth", "full": "up to a third"}[layout.recompute]
+def _shares(setting: Setting, layout: Layout) -> list[Line]:
+    """What data parallelism got."""
+    num = setting.cluster.num_devices
+    if setting.recipe.layout.dp != "auto":
+        return []
+    if layout.dp == num:
+        words = Line(en="every device", zh="全部设备") if num > 1 else Line(en="there is one device", zh="只有一个设备")
+    else:
+        words = Line(en=f"what the other degrees leave of {num} devices", zh=f"{num} 个设备除以其余并行度")
+    return [Line(en=f"dp {layout.dp}: {words.en}", zh=f"dp {layout.dp}：{words.zh}")]
+
+
+def _micro(layout: Layout, enough: int) -> Line:
+    shape = f"{layout.num_micro} x {layout.micro_size}"
+    return Line(
+        en=f"micro-batches {shape} rows: the fastest that fit, up to {enough} tokens each, beyond which matrix products gain nothing",
+        zh=f"微批 {shape} 行：放得下的里面最快；每个不超过 {enough} 个 token，再大矩阵乘也不会更快",
+    )
+
+
+def _costs(setting: Setting, layout: Layout) -> list[Line]:
+    """What recomputation is for: the bytes that the layout would need without."""
+    if setting.recipe.layout.recompute != "auto":
+        return []
+    if layout.recompute == "none":
+        return [Line(en="recompute none: everything fits without", zh="recompute none：不重算也放得下")]
+    room = room_bytes(setting.cluster)
+    without = layout.model_copy(update={"recompute": "none", "recompute_layers": 0})
+    need, num = _peak(setting, without), layout.recompute_layers
+    if need > room:
+        over = Line(
+            en=f"{need / GIB:.1f} GiB otherwise, of {room / GIB:.1f} usable", zh=f"否则需要 {need / GIB:.1f} GiB，可用 {room / GIB:.1f}"
+        )
+    else:
+        over = Line(en="a larger micro-batch is worth it", zh="换来更大的微批，值得")
+    cost = _COSTS[layout.recompute]
+    return [
+        Line(
+            en=f"recompute {layout.recompute}{f' in {num} layers of a stage' if num else ''}: {over.en}; costs {cost.en} more compute",
+            zh=f"recompute {layout.recompute}{f'（每级 {num} 层）' if num else ''}：{over.zh}；多算{cost.zh}",
+        )
+    ]
+
+
+_COSTS = {
+    "norm": Line(en="hardly any", zh="极少"),
+    "selective": Line(en="about a sixth", zh="约六分之一"),
+    "full": Line(en="up to a third", zh="至多三分之一"),
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ascendfactory.catalog.read import find_card, find_device
 from ascendfactory.core.measured import Measurement
-from ascendfactory.core.plan import Cluster, Fact, Layout
+from ascendfactory.core.plan import Cluster, Fact, Layout, Line
 from ascendfactory.core.recipe import Batch, Data, Full, Lora, Model, Recipe, Source
 from ascendfactory.planner.engines import ENGINES, engine_of
 from ascendfactory.planner.grid import grid_of
@@ -28,6 +28,7 @@ from ascendfactory.planner.memory import GIB, Setting, peak_bytes
 
 ROUTING_STEPS = np.geomspace(0.1, 10, 61)  # multiples of the modelled routing cost that are tried
 NARROWEST_BAND, UNMEASURED_BAND, BORROWED_BAND = 0.10, 0.5, 0.35
+UNMEASURED = Line(en="no measured row: typical efficiencies", zh="没有实测数据：按典型效率估算")
 NUM_OWN_RUNS = 5  # newest runs of the same model and tuning that count
 
 
@@ -38,7 +39,7 @@ class Factor:
     slowdown: float = 1.0
     routing: float = 1.0
     band: float = UNMEASURED_BAND
-    basis: str = "no measured row: typical efficiencies"
+    basis: Line = UNMEASURED
 
 
 class Row(Fact):
@@ -83,7 +84,7 @@ class Row(Fact):
     def made_layout(self) -> Layout:
         """The layout that was measured, with its micro-batches."""
         layout = Layout(**self.layout)
-        schedule = "interleaved" if layout.vpp > 1 else "1f1b"
+        schedule = self.layout.get("schedule", "interleaved" if layout.vpp > 1 else "1f1b")
         num_micro = self.global_size // (layout.dp * layout.micro_size)
         return layout.model_copy(update={"num_micro": num_micro, "schedule": schedule})
 
@@ -96,6 +97,7 @@ class MemoryRow(Fact):
     num_devices: int
     seq_len: int
     layout: dict[str, Any]
+    compiled_loss: bool = False  # one kernel from the logits to their gradient: no fp32 copies in between
     gib: float
     source: str
 
@@ -103,7 +105,9 @@ class MemoryRow(Fact):
         """What the planner says of it."""
         recipe = Recipe(model=Model(path=self.model), data=Data(train=[Source(path="d")], seq_len=self.seq_len), batch=Batch(global_size=8))
         cluster = Cluster(device=find_device("h100"), nodes=self.num_devices // 8, nproc=8)
-        setting = Setting(find_card(self.model).model_copy(update=self.shape), recipe, cluster, "bfloat16", engine_of("torchtitan"))
+        engine = engine_of("torchtitan")
+        engine = replace(engine, logit_bytes=4, split_logit_bytes=4) if self.compiled_loss else engine
+        setting = Setting(find_card(self.model).model_copy(update=self.shape), recipe, cluster, "bfloat16", engine)
         return float(peak_bytes(setting, grid_of([Layout(**self.layout)]))[0]) / GIB
 
 
@@ -179,7 +183,11 @@ def _published(engine: str, kind: str, timer: Timer) -> Factor:
     spread = _spread(leave_one_out(samples)) if len(samples) > 1 else UNMEASURED_BAND / 2
     band = max(NARROWEST_BAND, 2 * spread, 0.0 if own else BORROWED_BAND)
     names = ", ".join(sample.name for sample in samples)
-    return Factor(slowdown, routing, band, f"{len(samples)} measured rows {'' if own else 'of other engines '}on {kind} devices: {names}")
+    basis = Line(
+        en=f"{len(samples)} measured rows {'' if own else 'of other engines '}on {kind} devices: {names}",
+        zh=f"{kind} 设备上{'' if own else '其他引擎的'} {len(samples)} 条实测数据：{names}",
+    )
+    return Factor(slowdown, routing, band, basis)
 
 
 def _alike_rows(fitting: list[Row], engine: str) -> list[Row]:
@@ -196,7 +204,8 @@ def _from_runs(mine: Sequence[Measurement], timer: Timer, routing: float) -> Fac
         logs.append(math.log(run.step_s / (plain_s + routing * routing_s)))
     slowdown = math.exp(sum(logs) / len(logs))
     spread = _spread([math.exp(value) / slowdown for value in logs])
-    return Factor(slowdown, routing, max(NARROWEST_BAND, 2 * spread), f"{len(mine)} of your own runs of this model on this device")
+    basis = Line(en=f"{len(mine)} of your own runs of this model on this device", zh=f"你自己在该设备上训练该模型的 {len(mine)} 次运行")
+    return Factor(slowdown, routing, max(NARROWEST_BAND, 2 * spread), basis)
 
 
 def _alike(run: Measurement, setting: Setting) -> bool:

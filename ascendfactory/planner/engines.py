@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ascendfactory.planner.grid import RECOMPUTES
 
@@ -27,7 +28,7 @@ class Engine:
     split_logit_bytes: int  # the same where tp splits the vocabulary
     mlp_units: int  # tensors of the feed-forward size that a gated MLP keeps: 2 gate and up, 3 + product, 4 + silu(gate)
     eager_norm: bool  # norms keep fp32 copies
-    gathered_inputs: bool  # under tp the inputs of column-parallel layers are kept whole
+    inputs: Literal["whole", "shards", "regathered"]  # of column-parallel layers under sequence parallelism, see `LayerBytes`
     degrees: frozenset[str]  # layout degrees that may exceed 1
     recomputes: tuple[str, ...] = RECOMPUTES
     overlap: float = 0.8  # share of the data-parallel communication that hides behind compute
@@ -35,6 +36,9 @@ class Engine:
     reserve: dict[str, int] | None = None  # runtime by device kind; None: that of the embedded engine
     overhead: float = 0.0  # share of the activations that the caching allocator loses
     nodes: bool = True  # runs on several machines
+    cuts_by_cost: bool = False  # pipeline stages are cut by what their layers cost, head included; else evenly
+    torch_stages: bool = False  # pipelines are those of torch.distributed.pipelining
+    kept_logit_bytes: int = 0  # of the logits that a pipeline keeps of each micro-batch until the step ends
 
     def state_bytes(self, element_bytes: int) -> int:
         """Bytes of all copies of one trained parameter on one device that shards nothing."""
@@ -54,8 +58,9 @@ NATIVE = Engine(
     split_logit_bytes=0,
     mlp_units=2,
     eager_norm=False,
-    gathered_inputs=True,
+    inputs="regathered",
     degrees=frozenset({"dp", "replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep"}),
+    cuts_by_cost=True,
 )
 MEGATRON = Engine(
     "megatron",
@@ -68,7 +73,7 @@ MEGATRON = Engine(
     split_logit_bytes=10,
     mlp_units=3,
     eager_norm=False,
-    gathered_inputs=False,
+    inputs="shards",
     degrees=_MEGATRON_DEGREES,
     buffer_bytes=GIB // 2,
 )
@@ -83,8 +88,10 @@ TORCHTITAN = Engine(
     split_logit_bytes=22,  # torch's loss_parallel makes two more fp32 copies backward
     mlp_units=3,
     eager_norm=True,
-    gathered_inputs=True,
+    inputs="whole",
     degrees=NATIVE.degrees,
+    torch_stages=True,
+    kept_logit_bytes=2,  # torch's schedules of that time merge the last stage's outputs
 )
 LLAMAFACTORY = Engine(
     "llamafactory",
@@ -97,7 +104,7 @@ LLAMAFACTORY = Engine(
     split_logit_bytes=14,
     mlp_units=4,
     eager_norm=True,
-    gathered_inputs=True,
+    inputs="whole",
     degrees=frozenset({"dp"}),
     recomputes=("none", "full"),
     overlap=0.5,

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from ascendfactory.core.messages import pick
-from ascendfactory.core.plan import Layout, MemoryTerm, Plan, Refusal
+from ascendfactory.core.plan import Layout, MemoryTerm, Plan
 from ascendfactory.planner.advice import USABLE
+from ascendfactory.planner.chinese import in_words
 from ascendfactory.planner.memory import GIB
 
 if TYPE_CHECKING:
@@ -17,16 +18,6 @@ if TYPE_CHECKING:
 
 BAR_WIDTH = 28
 MOST_STAGES = 16  # bars of stages printed
-_TERMS_ZH = {
-    **{"weights": "权重", "masters": "主权重", "gradients": "梯度", "moments": "优化器动量", "gathered weights": "聚合中的权重"},
-    **{"activations": "激活", "vision": "视觉激活", "logits": "logits", "reference": "参考模型", "critic": "价值模型"},
-    **{"buffers": "缓冲区", "checkpoint copy": "检查点副本", "runtime": "运行时"},
-}
-_PARTS_ZH = {
-    **{"matrix products": "矩阵乘", "experts": "专家矩阵乘", "routing": "专家路由", "attention": "注意力", "head": "输出层"},
-    **{"memory bound": "访存", "tp": "tp 通信", "ulysses": "ulysses 通信", "ring": "ring 通信", "ep": "ep 通信", "pp": "pp 通信"},
-    **{"dp": "dp 通信", "bubble": "流水线气泡", "optimizer": "优化器", "host": "主机内存传输"},
-}
 
 
 def render(plan: Plan) -> RenderableType:
@@ -38,14 +29,15 @@ def render(plan: Plan) -> RenderableType:
     if len(plan.stages) > 1:
         parts += [Text(), _stages(plan)]
     if plan.prediction:
-        parts += [Text(), _step(plan)]
+        parts += [Text(), _step(plan), Text(pick("from ", "依据：") + str(plan.prediction.basis), style="dim")]
     if plan.placement:
         parts += [Text(), _placement(plan)]
     if plan.alternatives:
         parts += [Text(), _alternatives(plan)]
-    parts += [Text(), *(Text(f"· {reason}") for reason in plan.why)]
+    parts += [Text(), Text(pick("why:", "原因：")), _points(str(reason) for reason in plan.why)]
     if plan.refused:
-        parts += [Text(), Text(pick("passed over:", "未选用：")), *_refused(plan.refused)]
+        words = (f"{refusal.where}{pick(': ', '：')}{pick(refusal.en, refusal.zh)}" for refusal in plan.refused)
+        parts += [Text(), Text(pick("passed over:", "未选用：")), _points(words)]
     return Group(*parts)
 
 
@@ -56,23 +48,26 @@ def layout_words(layout: Layout) -> str:
     words += [f"replicate {layout.replicate}"] if layout.replicate > 1 else []
     words += ["sp"] if layout.sp else []
     words += [layout.schedule] if layout.pp > 1 else []
-    part = f" ({layout.recompute_layers} layers)" if layout.recompute_layers else ""
+    part = pick(f" ({layout.recompute_layers} layers)", f"（{layout.recompute_layers} 层）") if layout.recompute_layers else ""
     words.append(f"recompute {layout.recompute}{part}")
-    flags = ("offload_activations", "offload_optimizer", "reuse_params")
+    flags = ("recompute_in_advance", "offload_activations", "offload_optimizer", "reuse_params")
     words += [name for name in flags if getattr(layout, name)]
-    words += ["bf16 moments"] if layout.optim_dtype == "bfloat16" else []
+    words += ["optim_dtype bfloat16"] if layout.optim_dtype == "bfloat16" else []
     return ", ".join(words)
 
 
 def _head(plan: Plan) -> Text:
     from rich.text import Text
 
-    layout, cluster = plan.layout, plan.cluster
+    layout, cluster, micro = plan.layout, plan.cluster, plan.layout.num_micro
     return Text.assemble(
         (plan.recipe.name, "bold"),
         f"  {plan.card.name} · {plan.recipe.objective.kind} · {plan.recipe.tuning.kind} · {plan.dtype} · {plan.backend}\n",
-        f"{cluster.nodes} x {cluster.nproc} {cluster.device.name}: {layout_words(layout)}, ",
-        f"{layout.micro_size} x {plan.recipe.data.seq_len} tokens, {layout.num_micro} micro-batches",
+        f"{cluster.nodes} x {cluster.nproc} {cluster.device.name}: {layout_words(layout)}\n",
+        pick(
+            f"{micro} micro-batch{'es' if micro > 1 else ''} of {layout.micro_size} x {plan.recipe.data.seq_len} tokens",
+            f"{micro} 个微批，每个 {layout.micro_size} x {plan.recipe.data.seq_len} token",
+        ),
     )
 
 
@@ -85,7 +80,10 @@ def _memory(plan: Plan) -> Table:
     for term in sorted(plan.memory, key=lambda t: -t.num_bytes):
         bar = _bar(term.num_bytes, max(room, plan.peak_bytes))
         table.add_row(
-            pick(term.name, _TERMS_ZH.get(term.name, term.name)), f"{term.num_bytes / GIB:.2f}", bar, Text(term.formula, style="dim")
+            in_words(term.name),
+            f"{term.num_bytes / GIB:.2f}",
+            bar,
+            Text(in_words(term.formula), style="dim"),
         )
     free = pick(f"of {room / GIB:.1f} usable", f"可用 {room / GIB:.1f}")
     table.add_row(Text(pick("total", "合计"), style="bold"), f"{plan.peak_bytes / GIB:.2f}", free, "")
@@ -104,6 +102,9 @@ def _stages(plan: Plan) -> Table:
         active = _sum(terms, ("activations", "vision", "logits"))
         width = [round(BAR_WIDTH * part / max(room, total)) for part in (states, active, total - states - active)]
         table.add_row(str(number), f"{total / GIB:.1f}", Text("▓" * width[0] + "░" * width[1] + "▒" * width[2], style="cyan"))
+    if rest := [sum(term.num_bytes for term in terms) for terms in plan.stages[MOST_STAGES:]]:
+        words = pick(f"at most, of the {len(rest)} others", f"其余 {len(rest)} 级中最多者")
+        table.add_row("…", f"{max(rest) / GIB:.1f}", Text(words, style="dim"))
     return table
 
 
@@ -112,16 +113,16 @@ def _step(plan: Plan) -> Table:
 
     prediction = plan.prediction
     assert prediction is not None
-    table = _table(pick("predicted step", "预测单步时间"), pick("s", "秒"), "", "")
+    table = _table(pick("predicted step", "预测单步时间"), pick("s", "秒"), "", pick("what", "内容"))
     for part in sorted(prediction.parts, key=lambda p: -p.seconds):
         bar = _bar(part.seconds, prediction.step_s)
-        table.add_row(pick(part.name, _PARTS_ZH.get(part.name, part.name)), f"{part.seconds:.3f}", bar, Text(part.detail, style="dim"))
-    speed = pick(
-        f"{prediction.tokens_per_s_device:.0f} tokens/s a device, MFU {prediction.mfu:.0%}, ±{prediction.band:.0%}",
-        f"每设备 {prediction.tokens_per_s_device:.0f} tokens/s，MFU {prediction.mfu:.0%}，误差 ±{prediction.band:.0%}",
+        detail = Text(in_words(part.detail), style="dim")
+        table.add_row(in_words(part.name), f"{part.seconds:.3f}", bar, detail)
+    speed = f"{prediction.tokens_per_s_device:.0f} tokens/s"
+    speed = pick(f"{speed} a device", f"每设备 {speed}")
+    table.add_row(
+        Text(pick("total", "合计"), style="bold"), f"{prediction.step_s:.3f}", speed, f"MFU {prediction.mfu:.0%}, ±{prediction.band:.0%}"
     )
-    table.add_row(Text(pick("total", "合计"), style="bold"), f"{prediction.step_s:.3f}", speed, "")
-    table.add_row("", "", Text(pick("from ", "依据：") + prediction.basis, style="dim", overflow="fold"), "")
     return table
 
 
@@ -142,19 +143,26 @@ def _placement(plan: Plan) -> Text:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = _table(pick("next best", "次优方案"), pick("step s", "单步秒"), "GiB", pick("layout", "布局"))
+    table = _table(pick("next best", "次优方案"), pick("step s", "单步秒"), "GiB", pick("micro", "微批"), pick("layout", "布局"))
+    table.padding = (0, 1, 0, 0)  # a long layout keeps to its line
     base = plan.prediction.step_s if plan.prediction else 0.0
     for choice in plan.alternatives:
         slower = f"{100 * (choice.step_s / base - 1):+.1f} %" if base else ""
-        words = f"{layout_words(choice.layout)}, {choice.layout.micro_size} x {choice.layout.num_micro}"
-        table.add_row(f"{slower} {choice.backend}", f"{choice.step_s:.3f}", f"{choice.peak_bytes / GIB:.1f}", words)
+        micro = f"{choice.layout.num_micro} x {choice.layout.micro_size}"
+        figures = (f"{choice.step_s:.3f}", f"{choice.peak_bytes / GIB:.1f}", micro)
+        table.add_row(f"{slower} {choice.backend}", *figures, layout_words(choice.layout))
     return table
 
 
-def _refused(refused: Iterable[Refusal]) -> list[Text]:
+def _points(lines: Iterable[str]) -> Table:
+    """Lines after bullets, their continuations indented."""
+    from rich.table import Table
     from rich.text import Text
 
-    return [Text(f"· {refusal.where}: {pick(refusal.en, refusal.zh)}") for refusal in refused]
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for line in lines:
+        table.add_row("·", Text(line))
+    return table
 
 
 def _table(*titles: str) -> Table:
@@ -162,7 +170,7 @@ def _table(*titles: str) -> Table:
 
     table = Table(box=None, pad_edge=False)
     for i, title in enumerate(titles):
-        table.add_column(title, justify="right" if i in (1,) else "left", overflow="fold")
+        table.add_column(title, justify="right" if i == 1 else "left", overflow="fold")
     return table
 
 

@@ -2,7 +2,7 @@
 
 Symbols in formulas: T trained parameters of a stage on a tp rank, F frozen ones, n = dp / replicate x cp (devices that share
 a copy), L layers, h hidden size, f feed-forward size, V vocabulary, t tokens of a micro-batch on a device, e bytes of a
-compute-dtype element (4 or 2), k micro-batches in flight.
+compute-dtype element (4 or 2), g of a gradient, k micro-batches in flight.
 
 States follow ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054) and Megatron-Core's distributed optimizer; activations
 Korthikanti et al. 2022 (arXiv:2205.05198); micro-batches in flight Narayanan et al. 2021 (arXiv:2104.04473).
@@ -18,11 +18,12 @@ import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
 from ascendfactory.core.recipe import Dpo, Grpo, Lora, Ppo, Recipe, Reward
+from ascendfactory.core.stages import SPLIT_BACKWARD
 from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, layer_bytes, layer_saved_bytes
-from ascendfactory.planner.adapters import TARGETS, lora_params, trainable_params
+from ascendfactory.planner.adapters import TARGETS, adapter_params, lora_params, trainable_params
 from ascendfactory.planner.engines import GIB, Engine, engine_of
-from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, grid_of
-from ascendfactory.planner.weights import Stages, stages_of
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, grid_of, pipelines
+from ascendfactory.planner.weights import Stages, kv_extra_params, layout_stages
 
 __all__ = [
     "GIB", "HEAD_CHUNK_BYTES", "LEAN_MLP_FAMILIES", "LEAN_NORM_FAMILIES", "RUNTIME_BYTES", "TARGETS", "Setting", "layer_saved_bytes",
@@ -39,10 +40,14 @@ UPDATE_BYTES = GIB // 2  # slices of an offloaded optimizer on their way
 FORMULAS = {
     "weights": "what FSDP shards: (4·T + e·F) / n; a compute copy: 2·(T + F), / n under zero 3",
     "masters": "4·T / n, less 2·T / n where the bf16 weights are a part of them",
-    "gradients": "g·T, / n under zero 2 and 3",
+    "gradients": "g·T, / n under zero 2 and 3; of the largest layer alone where the optimizer works in the backward pass",
+    "reduced gradients": "g·T / n, where whole gradients are kept until the last micro-batch: their shards, of another stream's memory",
     "moments": "8·T / n (4·T / n in bf16)",
-    "gathered weights": "e × (2 largest layers + embedding + head), or e·P under zero 1 and 2",
-    "activations": "k × layers × saved bytes of a layer + one layer being recomputed + last norm",
+    "gathered weights": "e × (2 largest layers + embedding + head); or e × (P + 2 largest layers) under zero 1 and 2 and in pipelines",
+    "activations": "k × layers × saved bytes of a layer + one layer being recomputed (in advance: all of a chunk) + last norm",
+    "backward": "of one layer: gradients of its gathered inputs 2·e·t·h and of its MLP e·t·f / tp, its weight gradients e·P_layer",
+    "stage buffers": "e·t·h x (an input, an output and their gradients on their way; k outputs where weight gradients wait; or, of torch's "
+    "stages, a gradient and an input of every micro-batch)",
     "vision": "saved tensors of the vision tower, patches x layers",
     "logits": "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies",
     "reference": "e·P, sharded as the weights are",
@@ -73,6 +78,10 @@ class Setting:
         """Tokens of one row of a batch: a preference pair has two sequences."""
         return self.recipe.data.seq_len * (2 if isinstance(self.recipe.objective, Dpo | Reward) else 1)
 
+    def stages(self, layout: Layout) -> Stages:
+        """What the pipeline stages of a layout hold."""
+        return layout_stages(self.card, layout, self.recipe.data.seq_len, self.engine.cuts_by_cost)
+
 
 def memory_terms(
     card: ModelCard, recipe: Recipe, layout: Layout, dtype: str, cluster: Cluster, backend: str = "native"
@@ -98,13 +107,13 @@ def activation_bytes(card: ModelCard, recipe: Recipe, layout: Layout, element_by
     cluster = Cluster(device=device, nodes=1, nproc=layout.num_devices)
     dtype = "bfloat16" if element_bytes == 2 else "float32"
     setting = Setting(card, recipe, cluster, dtype, engine_of("native"))
-    held = _price(setting, grid_of([layout]), stages_of(card, layout.pp, layout.vpp))["activations"]
+    held = _price(setting, grid_of([layout]), setting.stages(layout))["activations"]
     return int(held.max()), FORMULAS["activations"]
 
 
 def stage_terms(setting: Setting, layout: Layout) -> list[list[MemoryTerm]]:
     """The terms of every pipeline stage."""
-    priced = _price(setting, grid_of([layout]), stages_of(setting.card, layout.pp, layout.vpp))
+    priced = _price(setting, grid_of([layout]), setting.stages(layout))
     return [
         [MemoryTerm(name=name, num_bytes=int(column[0, s]), formula=FORMULAS[name]) for name, column in priced.items() if column[0, s]]
         for s in range(layout.pp)
@@ -114,18 +123,19 @@ def stage_terms(setting: Setting, layout: Layout) -> list[list[MemoryTerm]]:
 def peak_bytes(setting: Setting, grid: Grid) -> Ints:
     """Predicted peak of the fullest device of each layout [N]."""
     peaks = np.zeros(len(grid), np.int64)
-    for pp, vpp in sorted({(int(p), int(v)) for p, v in zip(grid.pp, grid.vpp, strict=True)}):
-        index = np.flatnonzero((grid.pp == pp) & (grid.vpp == vpp))
-        priced = _price(setting, grid.take(index), stages_of(setting.card, pp, vpp))
+    for index, one in pipelines(grid):
+        priced = _price(setting, grid.take(index), setting.stages(one))
         peaks[index] = sum(priced.values()).max(axis=1)  # type: ignore[union-attr]
     return peaks
 
 
 def _price(setting: Setting, grid: Grid, stages: Stages) -> dict[str, Ints]:
-    """Terms [N, S] of layouts that share pp and vpp."""
+    """Terms [N, S] of layouts that cut the model alike."""
     wide = Columns(setting, grid, stages)
     terms = dict(_states(wide))
     terms["activations"] = _activations(wide)
+    terms["backward"] = _backward(wide)
+    terms["stage buffers"] = _stage_buffers(wide)
     terms["vision"] = _vision(wide)
     terms["logits"] = _logits(wide)
     if setting.recipe.checkpoint.asynchronous and setting.cluster.device.kind == "cpu":
@@ -152,8 +162,10 @@ class Columns:
         self.expert_shard = np.maximum(1, self.shard * self.tp // self.ep)
         # parameters of a stage on one rank of the tp and ep groups; a tied head's copy counts in every stage that has one
         self.dense = (stages.split + stages.embedding + stages.head) // self.tp + stages.whole
+        self.dense = self.dense + stages.layers * kv_extra_params(setting.card, self.tp)
         self.expert = stages.expert // self.ep
         self.layers = stages.layers
+        self.is_last = (stages.head > 0).astype(np.int64)  # whether a stage has the head [S]
 
     @property
     def weights_sharded(self) -> Ints:
@@ -171,7 +183,9 @@ class Columns:
         tuning = self.setting.recipe.tuning
         if not isinstance(tuning, Lora):
             return self.dense, np.broadcast_to(self.expert, self.dense.shape)
-        adapters = lora_params(self.setting.card, tuning) * self.layers // max(1, self.setting.card.num_layers)
+        parts, card = adapter_params(self.setting.card, tuning), self.setting.card
+        each = parts.whole + parts.split // self.tp + parts.kv // np.minimum(self.tp, card.num_kv_heads)
+        adapters = each * self.layers // max(1, card.num_layers)
         return np.broadcast_to(adapters, self.dense.shape), np.zeros_like(self.dense)
 
     def frozen(self) -> tuple[Ints, Ints]:
@@ -195,11 +209,17 @@ def _states(c: Columns) -> dict[str, Ints]:
     grad_bytes = engine.grad_bytes if c.e == 2 else 4
     whole_grads = (c.zero == 1) & ((c.num_micro > 1) | engine.keeps_copy)
     # torch's pipeline stages reduce FSDP's gradients after the last micro-batch only
-    whole_grads |= (not engine.keeps_copy) & (grid.pp[:, None] > 1) & (c.num_micro > 1)
+    whole_grads |= engine.torch_stages & (grid.pp[:, None] > 1) & (c.num_micro > 1)
+    gradients = c.over(grad_bytes * trained, grad_bytes * trained_expert, ~whole_grads)
+    if c.setting.recipe.optim.in_backward:
+        largest = np.maximum(c.stages.largest_layer, c.stages.embedding + c.stages.head) // c.tp
+        gradients = np.minimum(gradients, c.over(grad_bytes * largest, grad_bytes * c.stages.largest_expert // c.ep, True))
+    shards = c.over(grad_bytes * trained, grad_bytes * trained_expert, True)
     terms = {
         "weights": weights,
         "masters": c.over(master * trained, master * trained_expert, True),
-        "gradients": c.over(grad_bytes * trained, grad_bytes * trained_expert, ~whole_grads),
+        "gradients": gradients,
+        "reduced gradients": np.where(whole_grads & (c.shard > 1) & (not engine.keeps_copy), shards, 0),
         "moments": c.over(moment * trained, moment * trained_expert, True),
         "gathered weights": _gathered(c),
     }
@@ -223,8 +243,11 @@ def _gathered(c: Columns) -> Ints:
         return np.zeros_like(c.dense)
     if c.engine.weight_bytes and c.e == 2:  # a copy at rest: gathered only where it is sharded
         return np.where((c.zero == 3) & (c.shard > 1), lean, 0)
-    # a stage of a pipeline keeps its weights from the first micro-batch to the last
-    gathered = np.where((c.zero == 3) & (c.grid.pp[:, None] == 1), lean, whole)
+    # torch's stages of a pipeline keep their weights from the first micro-batch to the last, as levels 1 and 2 do
+    stays = (c.zero < 3) | (c.engine.torch_stages & (c.grid.pp[:, None] > 1))
+    # all-gathers land in buffers of their own: of the layer being copied out and of the one that is on its way
+    landing = np.where(c.shard > 1, 2 * c.e * (stages.largest_layer // c.tp + stages.largest_expert // c.ep), 0)
+    gathered = np.where(stays, whole + landing, lean)
     return np.where((c.shard == 1) & (c.e == 4), 0, gathered)
 
 
@@ -236,14 +259,21 @@ def _head_weights(c: Columns) -> Ints:
 def _in_flight(c: Columns) -> Ints:
     """Micro-batches x vpp whose activations a stage holds at its peak, in chunks of 1 / vpp of its layers.
 
-    GPipe: all; 1F1B: pp - stage; interleaved: 2·(pp - stage - 1) + (vpp - 1)·pp + 1 chunks (arXiv:2104.04473, section 2.2).
+    GPipe: all; 1F1B: pp - stage; interleaved: 2·(pp - stage - 1) + (vpp - 1)·pp + 1 chunks (arXiv:2104.04473, section 2.2). Zero bubble
+    and ZBV: pp·vpp chunks on every stage, since inputs wait for their weight gradients (arXiv:2401.10241, arXiv:2405.15362); DualPipeV
+    one more (DeepSeek-V3, arXiv:2412.19437). Equal to what torch's schedules hold when their actions are played through.
     """
     grid, pp = c.grid, len(c.layers)
     stage, vpp = np.arange(pp)[None, :], grid.vpp[:, None]
     schedule = grid.schedule[:, None]
     most = c.num_micro * vpp
-    chunks = np.where(schedule == SCHEDULES.index("gpipe"), most, (pp - stage) * vpp)
-    chunks = np.where(schedule == SCHEDULES.index("interleaved"), 2 * (pp - stage - 1) + (vpp - 1) * pp + 1, chunks)
+    by_name = {
+        "gpipe": most, "1f1b": (pp - stage) * vpp, "interleaved": 2 * (pp - stage - 1) + (vpp - 1) * pp + 1,
+        "zero_bubble": pp * vpp, "zbv": pp * vpp, "dualpipev": pp * vpp + 1,
+    }  # fmt: skip
+    chunks = np.zeros((len(grid), pp), np.int64)
+    for name in SCHEDULES:
+        chunks = np.where(schedule == SCHEDULES.index(name), by_name[name], chunks)
     return np.minimum(most, chunks) if pp > 1 else np.broadcast_to(vpp, (len(grid), 1))
 
 
@@ -270,8 +300,8 @@ def _activations(c: Columns) -> Ints:
             kept += np.where(mode_column == mode, layers, 0)
     held = kept * _in_flight(c) // grid.vpp[:, None]
     held = np.where(grid.offload_activations[:, None] == 1, np.minimum(held, 2 * largest), held)
-    is_last = np.arange(len(c.layers)) == len(c.layers) - 1
-    tail = is_last * (c.tokens * hidden * (4 + 2 * c.e) // c.sequence_split)
+    # the last norm's input and scale, and the gradient that the head leaves: of all positions, whoever holds the input
+    tail = c.is_last * (c.tokens * hidden * (4 + c.e) // c.sequence_split + c.tokens * hidden * c.e)
     total = held + _replayed(c) + tail
     return np.asarray(total + (total * setting.engine.overhead).astype(np.int64))
 
@@ -283,17 +313,32 @@ def _largest_layer(c: Columns) -> Ints:
 
 
 def _replayed(c: Columns) -> Ints:
-    """The layer that is being computed again [N, 1]."""
-    return np.where(c.grid.recompute[:, None] > 0, _largest_layer(c), 0)
+    """The layer that is being computed again, or, in advance, all of a chunk's [N, S]."""
+    grid, largest = c.grid, _largest_layer(c)
+    one = np.where(grid.recompute[:, None] > 0, largest, 0)
+    limit = np.where(grid.recompute_layers[:, None] > 0, np.minimum(grid.recompute_layers[:, None], c.layers), c.layers)
+    # where the backward pass follows its forward pass at once, nothing is computed before its time
+    at_once = (c.is_last == 1) & (grid.schedule[:, None] == SCHEDULES.index("1f1b"))
+    early = (grid.recompute_in_advance[:, None] == 1) & ~at_once
+    return np.asarray(np.where(early, one * np.maximum(1, -(-limit // grid.vpp[:, None])), one + 0 * c.layers))
 
 
 def _layer_on_device(c: Columns, recompute: str, is_moe: bool) -> Ints:
     """Saved bytes of one layer of one micro-batch on a device [N, 1]."""
     setting = c.setting
     token = layer_bytes(setting.card, setting.recipe.tuning, c.e, c.engine, recompute, is_moe)
-    inputs = token.inputs if c.engine.gathered_inputs else -(-token.inputs // c.sequence_split)
+    shards = -(-token.inputs // c.sequence_split)
+    match c.engine.inputs:
+        case "whole":
+            inputs = token.inputs + 0 * shards
+        case "shards":
+            inputs = shards
+        case "regathered":  # not where whole layers run again: what they gather is soon gone
+            all_again = (c.grid.recompute == RECOMPUTES.index("full")) & (c.grid.recompute_layers == 0)
+            inputs = np.where(all_again[:, None], token.inputs, shards)
     routed = np.where(c.ep > 1, int(IMBALANCE * token.routed), token.routed) // c.tp  # tokens of a tp group are dispatched once
-    return np.asarray(c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + routed))
+    kv = -(-token.kv // np.minimum(c.tp, setting.card.num_kv_heads))
+    return np.asarray(c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + kv + token.whole + routed))
 
 
 def _vision(c: Columns) -> Ints:
@@ -312,12 +357,47 @@ def _logits(c: Columns) -> Ints:
     """The last stage's: chunks; or logits of the whole micro-batch in the copies that a loss makes, which are gone by the time that
     a layer is computed again, so only what they need beyond that layer counts."""
     card, is_lora = c.setting.card, isinstance(c.setting.recipe.tuning, Lora)
-    is_last = np.arange(len(c.layers)) == len(c.layers) - 1
     if c.engine.logit_bytes == 0:
         head = 0 if is_lora else 4 * card.vocab_size * card.hidden_size // c.tp
-        return np.asarray(is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens))
+        return np.asarray(c.is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens))
     copies = np.where(c.tp > 1, c.engine.split_logit_bytes, c.engine.logit_bytes)
-    return np.asarray(is_last * np.maximum(0, c.tokens * card.vocab_size * copies // c.tp - _replayed(c)))
+    words = c.tokens * card.vocab_size // c.tp
+    others = np.where(c.grid.pp[:, None] > 1, c.num_micro - 1, 0) * words * c.engine.kept_logit_bytes
+    return np.asarray(c.is_last * (np.maximum(0, words * copies - _replayed(c) - _backward(c)) + others))
+
+
+def _backward(c: Columns) -> Ints:
+    """What the backward pass of one layer makes beside the tensors that the forward pass saved [N, S].
+
+    The gradient of the MLP's product, those of the two inputs that q, k, v and that gate and up share (whole under tp, before they
+    are reduced), and the weights' gradients before they are added to fp32 ones or reduced.
+    """
+    card = c.setting.card
+    width = max(card.ffn_size, 0) if card.moe is None else card.moe.shared_ffn_size
+    inputs = c.tokens * c.e * (2 * card.hidden_size + width // c.tp)
+    is_lora = isinstance(c.setting.recipe.tuning, Lora)
+    weights = 0 if is_lora or c.e == 4 else c.e * (c.stages.largest_layer // c.tp + c.stages.largest_expert // c.ep)
+    return np.asarray(inputs + weights * np.ones_like(c.layers))
+
+
+def _stage_buffers(c: Columns) -> Ints:
+    """Hidden states between stages [N, S].
+
+    The embedded engine makes them when they are needed, and keeps an output only where its weight gradients wait (an input in flight
+    is an activation); so does Megatron. torch's pipeline stages make a buffer for every micro-batch before the first, and keep their
+    outputs until their gradients come.
+    """
+    none = np.zeros((len(c.grid), len(c.layers)), np.int64)
+    if len(c.layers) == 1 or c.engine.keeps_copy:
+        return none
+    size = c.tokens * c.setting.card.hidden_size * c.e // c.sequence_split
+    flying, vpp = _in_flight(c), c.grid.vpp[:, None]
+    if not c.engine.torch_stages:
+        splits = np.isin(c.grid.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])[:, None]
+        ends = (c.stages.inputs > 0).astype(np.int64) + (c.stages.outputs > 0)
+        return np.asarray(size * (2 * ends + np.where(splits, flying * c.stages.outputs // vpp, 0)))
+    received = c.num_micro * (c.stages.inputs + c.stages.outputs) - flying * c.stages.inputs // vpp
+    return np.asarray(size * (received + flying * c.stages.outputs // vpp))
 
 
 def _buffers(c: Columns) -> Ints:

@@ -6,6 +6,8 @@ validators, LLaMA-Factory's and verl's choices of sharding).
 
 from __future__ import annotations
 
+from functools import cache
+
 from ascendfactory.catalog.tables import support
 from ascendfactory.core.plan import Layout, ModelCard, Refusal
 from ascendfactory.core.recipe import Dpo, Lora, Pretrain, Recipe, Reward, Sft
@@ -50,20 +52,29 @@ def stage_of(recipe: Recipe) -> str:
 
 def _refuse_stage(name: str, recipe: Recipe, card: ModelCard) -> list[Refusal]:
     stage = stage_of(recipe)
-    rows = support(card.name.lower(), name) or [row for row in support(None, name) if row.model.lower() == card.name.lower()]
-    if any(stage in row.stages for row in rows):
+    known = _stages_known(name, card.name.lower())
+    if stage in known:
         return []
-    known = sorted({s for row in rows for s in row.stages})
-    can = f"it trains {', '.join(known)}" if known else "see 'ascendfactory backends'"
-    can_zh = f"它支持 {'、'.join(known)}" if known else "见 'ascendfactory backends'"
+    if known:
+        en = f"{name} is not known to train {card.name} by {stage}; it trains {', '.join(known)}"
+        zh = f"未见 {name} 以 {stage} 训练 {card.name} 的记录；它支持 {'、'.join(known)}"
+    else:
+        en = f"{name} is not known to train {card.name}; see 'ascendfactory backends'"
+        zh = f"未见 {name} 训练 {card.name} 的记录；见 'ascendfactory backends'"
     return [
         Refusal(
             code=f"{name}.stage",
             where="backend",
-            en=f"{name} is not known to train {card.name} by {stage}; {can}",
-            zh=f"未见 {name} 以 {stage} 训练 {card.name} 的记录；{can_zh}",
+            en=en,
+            zh=zh,
         )
     ]
+
+
+@cache
+def _stages_known(backend: str, model: str) -> tuple[str, ...]:
+    """The stages for which the support tables have an engine train a model."""
+    return tuple(sorted({stage for row in support(None, backend) if row.model.lower() == model for stage in row.stages}))
 
 
 def _refuse_degrees(engine: Engine, layout: Layout) -> list[Refusal]:
@@ -105,7 +116,15 @@ def _refuse_pairs(engine: Engine, recipe: Recipe, card: ModelCard, layout: Layou
     """Settings of Megatron-like engines that exclude each other."""
     if engine.name not in _MEGATRON:
         return []
+    tp = max(d for d in range(1, layout.tp + 1) if layout.tp % d == 0 and (card.mla or card.num_kv_heads % d == 0))
     rows = (
+        (
+            tp != layout.tp,
+            "kv_heads",
+            f"tp {layout.tp} must divide the {card.num_kv_heads} key/value heads; write tp: {tp}",
+            f"tp {layout.tp} 须整除键值头数 {card.num_kv_heads}；请写 tp: {tp}",
+            {"layout.tp": tp},
+        ),
         (
             layout.offload_activations and isinstance(recipe.tuning, Lora),
             "offload_activations",
@@ -136,5 +155,5 @@ def _refuse_pairs(engine: Engine, recipe: Recipe, card: ModelCard, layout: Layou
         ),
     )
     return [
-        Refusal(code=f"{engine.name}.{key}", where=f"layout.{key}", en=en, zh=zh, fix=fix) for broken, key, en, zh, fix in rows if broken
+        Refusal(code=f"{engine.name}.{key}", where=next(iter(fix)), en=en, zh=zh, fix=fix) for broken, key, en, zh, fix in rows if broken
     ]

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
-from ascendfactory.core.recipe import Recipe
-from ascendfactory.planner.grid import SCHEDULES, Grid, Mask, grid_of
+from ascendfactory.core.recipe import Recipe, Schedule
+from ascendfactory.core.stages import V_SHAPED
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Mask, grid_of
 
 Words = tuple[str, str, dict[str, Any]]  # English, Chinese, fix
 
@@ -66,9 +67,9 @@ def divisor_up_to(number: int, most: int) -> int:
 
 def best_tp(case: Case, most: int) -> int:
     """The largest tensor-parallel degree up to `most` that every rule about tp alone accepts."""
-    heads, kv_heads = case.card.num_heads, case.card.num_heads if case.card.mla else case.card.num_kv_heads
-    common = math.gcd(math.gcd(heads, kv_heads), math.gcd(case.card.vocab_size, case.cluster.nproc))
-    return divisor_up_to(common, most)
+    kv_heads = _kv_heads(case)
+    common = math.gcd(case.card.num_heads, math.gcd(case.card.vocab_size, case.cluster.nproc))
+    return max(d for d in range(1, max(1, most) + 1) if common % d == 0 and max(kv_heads, d) % min(kv_heads, d) == 0)
 
 
 def _devices_words(case: Case, layout: Layout) -> Words:
@@ -81,10 +82,12 @@ def _devices_words(case: Case, layout: Layout) -> Words:
         if fitting != degree:
             fix[f"layout.{name}"] = fitting
         left //= fitting
-    words = ", ".join(f"{key.removeprefix('layout.')}: {value}" for key, value in fix.items())
+    written = case.recipe.layout.dp != "auto" or len(fix) == 1
+    words = [f"{key.removeprefix('layout.')}: {value}" for key, value in fix.items() if written or key != "layout.dp"]
+    degrees = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp", "ring", "ulysses") if (value := getattr(layout, name)) > 1)
     return (
-        f"the degrees multiply to {used}, the cluster has {have} devices; write {words}",
-        f"各并行度之积为 {used}，而集群有 {have} 个设备；请写 {words}",
+        f"{degrees or 'dp 1'} makes {used} devices, the cluster has {have}; write {', '.join(words)}",
+        f"{degrees or 'dp 1'} 合计 {used} 个设备，而集群有 {have} 个；请写 {'、'.join(words)}",
         fix,
     )
 
@@ -194,9 +197,11 @@ def _vpp_words(case: Case, layout: Layout) -> Words:
 
 
 def _schedule_words(case: Case, layout: Layout) -> Words:
+    needs_en = "zbv and dualpipev need vpp 2, interleaved vpp > 1, gpipe and 1f1b vpp 1"
+    needs_zh = "zbv 与 dualpipev 需要 vpp 2，interleaved 需要 vpp > 1，gpipe 与 1f1b 需要 vpp 1"
     return (
-        f"schedule {layout.schedule} does not go with vpp {layout.vpp} (interleaved needs vpp > 1, the others vpp 1); write schedule: auto",
-        f"schedule {layout.schedule} 与 vpp {layout.vpp} 不符（interleaved 需要 vpp > 1，其余需要 vpp 1）；请写 schedule: auto",
+        f"schedule {layout.schedule} does not go with vpp {layout.vpp} ({needs_en}); write schedule: auto",
+        f"schedule {layout.schedule} 与 vpp {layout.vpp} 不符（{needs_zh}）；请写 schedule: auto",
         {"layout.schedule": "auto"},
     )
 
@@ -205,10 +210,62 @@ def _interleaved_words(case: Case, layout: Layout) -> Words:
     unit = layout.dp * layout.micro_size * layout.pp
     better = max(unit, round(case.recipe.batch.global_size / unit) * unit)
     return (
-        f"the interleaved schedule needs micro-batches in multiples of pp {layout.pp}, not {layout.num_micro}; write a "
+        f"the {layout.schedule} schedule needs micro-batches in multiples of pp {layout.pp}, not {layout.num_micro}; write a "
         f"global_size of {better}",
-        f"interleaved 调度要求微批数为 pp {layout.pp} 的倍数，而现为 {layout.num_micro}；请将 global_size 写为 {better}",
+        f"{layout.schedule} 调度要求微批数为 pp {layout.pp} 的倍数，而现为 {layout.num_micro}；请将 global_size 写为 {better}",
         {"batch.global_size": better},
+    )
+
+
+def _dualpipev_words(case: Case, layout: Layout) -> Words:
+    return (
+        f"dualpipev needs as many micro-batches as chunks, {2 * layout.pp}, and there are {layout.num_micro}; write schedule: zbv",
+        f"dualpipev 要求微批数不少于分块数 {2 * layout.pp}，而现为 {layout.num_micro}；请写 schedule: zbv",
+        {"layout.schedule": "zbv"},
+    )
+
+
+def _stage_layers_words(case: Case, layout: Layout) -> Words:
+    count, total = layout.pp * layout.vpp, case.card.num_layers
+    return (
+        f"stage_layers has {len(layout.stage_layers)} numbers that add up to {sum(layout.stage_layers)}; pp {layout.pp} x vpp {layout.vpp} "
+        f"wants {count} that add up to {total}; write stage_layers: auto",
+        f"stage_layers 有 {len(layout.stage_layers)} 个数、总和 {sum(layout.stage_layers)}；pp {layout.pp} x vpp {layout.vpp} "
+        f"需要 {count} 个、总和 {total}；请写 stage_layers: auto",
+        {"layout.stage_layers": "auto"},
+    )
+
+
+def _wrong_stage_layers(case: Case, grid: Grid) -> Mask:
+    wanted = case.card.num_layers
+    lengths = np.array([len(sizes) or pp * vpp for sizes, pp, vpp in zip(grid.stage_layers, grid.pp, grid.vpp, strict=True)])
+    sums = np.array([sum(sizes) if sizes else wanted for sizes in grid.stage_layers])
+    return np.asarray((lengths != grid.pp * grid.vpp) | (sums != wanted))
+
+
+def _overlap_words(case: Case, layout: Layout) -> Words:
+    return (
+        f"overlap_chunks {layout.overlap_chunks} hides the messages of tensor parallelism, and tp is 1; write overlap_chunks: 1",
+        f"overlap_chunks {layout.overlap_chunks} 用于掩盖张量并行的通信，而 tp 为 1；请写 overlap_chunks: 1",
+        {"layout.overlap_chunks": 1},
+    )
+
+
+def _in_backward_norm_words(case: Case, layout: Layout) -> Words:
+    norm = case.recipe.optim.max_grad_norm
+    return (
+        f"in_backward updates weights before the whole gradient's norm is known, and max_grad_norm is {norm:g}; write max_grad_norm: 0",
+        f"in_backward 在得知整体梯度范数之前就更新权重，而 max_grad_norm 为 {norm:g}；请写 max_grad_norm: 0",
+        {"optim.max_grad_norm": 0.0},
+    )
+
+
+def _in_backward_words(case: Case, layout: Layout) -> Words:
+    return (
+        f"in_backward keeps no gradient to add to, and a step has {layout.num_micro} micro-batches over {layout.pp} stages "
+        "(it needs one of each); write in_backward: false",
+        f"in_backward 不保留可累加的梯度，而一步有 {layout.num_micro} 个微批、{layout.pp} 级流水（两者都须为 1）；请写 in_backward: false",
+        {"optim.in_backward": False},
     )
 
 
@@ -253,6 +310,24 @@ def _recompute_layers_words(case: Case, layout: Layout) -> Words:
     )
 
 
+def _in_advance_words(case: Case, layout: Layout) -> Words:
+    return (
+        "computing again in advance needs pp > 1, recompute full or selective, and zero 1 or 2 (weights that stay); "
+        "write recompute_in_advance: false",
+        "提前重算要求 pp > 1、recompute 为 full 或 selective、zero 为 1 或 2（权重保持完整）；请写 recompute_in_advance: false",
+        {"layout.recompute_in_advance": False},
+    )
+
+
+def _kv_heads_words(case: Case, layout: Layout) -> Words:
+    better, number = best_tp(case, layout.tp), _kv_heads(case)
+    return (
+        f"of tp {layout.tp} and {number} key/value heads one must divide the other; write tp: {better}, dp: auto",
+        f"tp {layout.tp} 与键值头数 {number} 须一方整除另一方；请写 tp: {better}、dp: auto",
+        {"layout.tp": better, "layout.dp": "auto"},
+    )
+
+
 def _reuse_words(case: Case, layout: Layout) -> Words:
     return (
         "reuse_params keeps bf16 weights inside fp32 masters on the device: not with offload_optimizer; write reuse_params: false",
@@ -267,6 +342,14 @@ def _kv_heads(case: Case) -> int:
 
 def _experts(case: Case) -> int:
     return case.card.moe.num_experts if case.card.moe else 1
+
+
+def _runs(grid: Grid, *schedules: Schedule) -> Mask:
+    return np.isin(grid.schedule, [SCHEDULES.index(name) for name in schedules])
+
+
+def _has_sizes(grid: Grid) -> Mask:
+    return np.array([bool(sizes) for sizes in grid.stage_layers], np.bool_)
 
 
 RULES = (
@@ -285,7 +368,7 @@ RULES = (
         lambda c, g: c.card.num_heads % g.tp != 0,
         _tp_words("attention heads", "注意力头数", lambda c: c.card.num_heads),
     ),
-    Rule("kv_heads", "layout.tp", lambda c, g: _kv_heads(c) % g.tp != 0, _tp_words("key/value heads", "键值头数", _kv_heads)),
+    Rule("kv_heads", "layout.tp", lambda c, g: np.maximum(_kv_heads(c), g.tp) % np.minimum(_kv_heads(c), g.tp) != 0, _kv_heads_words),
     Rule(
         "vocabulary",
         "layout.tp",
@@ -300,10 +383,37 @@ RULES = (
         lambda c, g: c.recipe.data.seq_len % (g.cp * np.where(g.ring > 1, 2, 1) * np.where(g.sp == 1, g.tp, 1)) != 0,
         _sequence_words,
     ),
-    Rule("layers", "layout.pp", lambda c, g: g.pp * g.vpp > c.card.num_layers, _layers_words),
+    Rule("layers", "layout.pp", lambda c, g: (g.pp * g.vpp > c.card.num_layers) & ~_has_sizes(g), _layers_words),
+    Rule("stage_layers", "layout.stage_layers", _wrong_stage_layers, _stage_layers_words),
     Rule("vpp", "layout.vpp", lambda c, g: (g.vpp > 1) & (g.pp == 1), _vpp_words),
-    Rule("schedule", "layout.schedule", lambda c, g: (g.vpp > 1) != (g.schedule == SCHEDULES.index("interleaved")), _schedule_words),
-    Rule("interleaved", "batch.global_size", lambda c, g: (g.vpp > 1) & (g.pp > 1) & (g.num_micro % g.pp != 0), _interleaved_words),
+    Rule(
+        "schedule",
+        "layout.schedule",
+        lambda c, g: (
+            (_runs(g, "gpipe", "1f1b") & (g.vpp > 1)) | (_runs(g, "interleaved") & (g.vpp == 1)) | (_runs(g, *V_SHAPED) & (g.vpp != 2))
+        ),
+        _schedule_words,
+    ),
+    Rule(
+        "interleaved",
+        "batch.global_size",
+        lambda c, g: _runs(g, "interleaved", "zero_bubble") & (g.pp > 1) & (g.num_micro % g.pp != 0),
+        _interleaved_words,
+    ),
+    Rule("dualpipev", "layout.schedule", lambda c, g: _runs(g, "dualpipev") & (g.num_micro < 2 * g.pp), _dualpipev_words),
+    Rule("overlap_chunks", "layout.overlap_chunks", lambda c, g: (g.overlap_chunks > 1) & (g.tp == 1), _overlap_words),
+    Rule(
+        "in_backward_norm",
+        "optim.max_grad_norm",
+        lambda c, g: np.full(len(g), c.recipe.optim.in_backward and c.recipe.optim.max_grad_norm > 0),
+        _in_backward_norm_words,
+    ),
+    Rule(
+        "in_backward",
+        "optim.in_backward",
+        lambda c, g: c.recipe.optim.in_backward & ((g.num_micro > 1) | (g.pp > 1)),
+        _in_backward_words,
+    ),
     Rule("experts", "layout.ep", lambda c, g: _experts(c) % g.ep != 0, _experts_words),
     Rule("expert_mesh", "layout.ep", lambda c, g: (g.shard * g.tp) % g.ep != 0, _expert_mesh_words),
     Rule("sp", "layout.sp", lambda c, g: (g.sp == 1) & (g.tp == 1), _sp_words),
@@ -312,6 +422,12 @@ RULES = (
         "layout.recompute_layers",
         lambda c, g: (g.recompute_layers > 0) & ((g.recompute == 0) | (g.recompute_layers > c.card.num_layers // g.pp)),
         _recompute_layers_words,
+    ),
+    Rule(
+        "recompute_in_advance",
+        "layout.recompute_in_advance",
+        lambda c, g: (g.recompute_in_advance == 1) & ((g.pp == 1) | (g.recompute < RECOMPUTES.index("selective")) | (g.zero == 3)),
+        _in_advance_words,
     ),
     Rule("reuse_params", "layout.reuse_params", lambda c, g: (g.reuse_params == 1) & (g.offload_optimizer == 1), _reuse_words),
 )

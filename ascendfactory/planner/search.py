@@ -136,12 +136,22 @@ def _why_not(recipe: Recipe, card: ModelCard, cluster: Cluster, ranked: Ranked, 
     """What stands in the way of the layout that comes closest."""
     assert ranked.leanest is not None
     layout = ranked.leanest
-    broken = illegal(recipe, card, cluster, layout)
+    broken = _without_consequences(recipe, illegal(recipe, card, cluster, layout))
     # bytes of a layout that cannot exist mean nothing
     full = [] if broken or len(ranked.grid) else too_big(ranked.setting, layout, judge)
     said = judge.refuse(recipe, card, layout)
     for_good = [refusal for refusal in said if not refusal.where.startswith("layout.")]
     return [*(for_good or said), *broken, *full]
+
+
+def _without_consequences(recipe: Recipe, broken: list[Refusal]) -> list[Refusal]:
+    """Where the degrees do not multiply to the devices, what that number of rows and parts breaks in turn is not told."""
+    if all(refusal.code != "devices" for refusal in broken):
+        return broken
+    # a tp that divides nothing is itself the reason
+    by_tp = recipe.layout.dp == "auto" and any(refusal.where == "layout.tp" for refusal in broken)
+    silent = {"global_batch", "sequence", "expert_mesh", "interleaved", *(["devices"] if by_tp else [])}
+    return [refusal for refusal in broken if refusal.code not in silent]
 
 
 def _plan(

@@ -11,7 +11,8 @@ import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
 from ascendfactory.core.recipe import LayoutSpec, Recipe, Recompute
-from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, joined
+from ascendfactory.core.stages import V_SHAPED
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, as_tuples, joined
 
 ENOUGH_TOKENS = {"cpu": 2048, "cuda": 16384, "npu": 16384}  # of a micro-batch; more no longer makes the GEMMs faster
 LONG_ROW_TOKENS = 8192  # rows are cut by context parallelism down to this, not below
@@ -30,6 +31,7 @@ class Freedom:
     zeros: tuple[int, ...]
     recomputes: tuple[Recompute, ...]
     recompute_layers: bool
+    gpipe: bool
 
 
 def freedom(judge: Judge, cluster: Cluster) -> Freedom:
@@ -45,6 +47,7 @@ def freedom(judge: Judge, cluster: Cluster) -> Freedom:
         tuple(zero for zero in ZEROS if accepts(zero=zero)) or (3,),
         tuple(mode for mode in RECOMPUTES if accepts(recompute=mode)) or ("none",),
         accepts(recompute="full", recompute_layers=1),
+        accepts(pp=2, schedule="gpipe"),
     )
 
 
@@ -97,6 +100,8 @@ def _chunks(spec: LayoutSpec, pp: int, card: ModelCard, free: Freedom) -> Iterab
         return (spec.vpp,)
     if pp == 1 or "vpp" not in free.degrees or spec.schedule in ("gpipe", "1f1b"):
         return (1,)
+    if spec.schedule in V_SHAPED:
+        return (2,)
     return [v for v in (1, 2, 3, 4, MOST_CHUNKS) if pp * v <= card.num_layers]
 
 
@@ -114,9 +119,9 @@ def _with_choices(recipe: Recipe, card: ModelCard, cluster: Cluster, free: Freed
         of_dp = degrees[degrees[:, 0] == dp]
         rows = max(1, recipe.batch.global_size // dp)
         for micro, mode in product(micro_sizes(recipe, rows, cluster), modes):
-            for zero in zeros if dp > 1 else zeros[:1]:
+            for zero in zeros:
                 num_micro = max(1, rows // micro)
-                parts += [_grid(spec, of_dp, card, micro, num_micro, mode, zero, share) for share in _shares(spec, mode, free)]
+                parts += [_grid(spec, of_dp, card, micro, num_micro, mode, zero, share, free) for share in _shares(spec, mode, free)]
     return joined(parts)
 
 
@@ -134,20 +139,28 @@ def micro_sizes(recipe: Recipe, rows: int, cluster: Cluster) -> list[int]:
     return [m for m in range(min(most, rows), 0, -1) if rows % m == 0]
 
 
-def _grid(spec: LayoutSpec, degrees: Ints, card: ModelCard, micro: int, num_micro: int, mode: Recompute, zero: int, share: float) -> Grid:
+def _grid(
+    spec: LayoutSpec, degrees: Ints, card: ModelCard, micro: int, num_micro: int, mode: Recompute, zero: int, share: float, free: Freedom
+) -> Grid:
     dp, tp, pp, ring, ulysses, vpp, ep = degrees.T
     ones = np.ones(len(dp), np.int64)
     if spec.recompute_layers not in ("auto", "all"):
         layers = ones * int(spec.recompute_layers) if mode != "none" else 0 * ones
     else:
         layers = np.maximum(1, (card.num_layers // pp * share).astype(np.int64)) if share < 1 else 0 * ones
-    interleaved, plain = SCHEDULES.index("interleaved"), SCHEDULES.index("1f1b")
-    schedule = np.where(vpp > 1, interleaved, plain) if spec.schedule == "auto" else ones * SCHEDULES.index(spec.schedule)
+    if spec.schedule == "auto":
+        # with fewer micro-batches than stages both keep them all; torch's 1F1B refuses to
+        plain = np.where(free.gpipe & (num_micro < pp), SCHEDULES.index("gpipe"), SCHEDULES.index("1f1b"))
+        schedule = np.where(vpp > 1, SCHEDULES.index("interleaved"), plain)
+    else:
+        schedule = ones * SCHEDULES.index(spec.schedule)
+    sizes = () if spec.stage_layers == "auto" else tuple(spec.stage_layers)
     return Grid(
         dp=dp, replicate=ones * spec.replicate, zero=ones * zero, tp=tp,
         sp=(tp > 1).astype(np.int64) if spec.sp == "auto" else ones * int(spec.sp),
-        pp=pp, vpp=vpp, schedule=schedule, ring=ring, ulysses=ulysses, ep=ep,
-        recompute=ones * RECOMPUTES.index(mode), recompute_layers=layers,
+        pp=pp, vpp=vpp, schedule=schedule, stage_layers=as_tuples([sizes] * len(dp)),
+        overlap_chunks=ones * spec.overlap_chunks, ring=ring, ulysses=ulysses, ep=ep,
+        recompute=ones * RECOMPUTES.index(mode), recompute_layers=layers, recompute_in_advance=ones * int(spec.recompute_in_advance),
         offload_activations=ones * int(spec.offload_activations), offload_optimizer=ones * int(spec.offload_optimizer),
         optim_dtype=ones * (spec.optim_dtype == "bfloat16"), reuse_params=ones * int(spec.reuse_params),
         micro_size=ones * micro, num_micro=ones * num_micro,

@@ -3,7 +3,8 @@
 A step = micro-batches x (compute + communication that nothing hides) of the slowest stage + pipeline bubble + what happens
 once a step. Compute is operations / (peak x efficiency of the operator at its size); what moves through memory (norms,
 activations, the optimizer) is bytes / bandwidth. The bubble is (pp - 1) / vpp micro-batches (Narayanan et al. 2021,
-arXiv:2104.04473). A factor for the device and the engine, measured, multiplies the step (see calibrate.py).
+arXiv:2104.04473), of which the schedules that put weight gradients off fill a part (Qi et al. 2023, arXiv:2401.10241). A
+factor for the device and the engine, measured, multiplies the step (see calibrate.py).
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ascendfactory.core.plan import Layout, Prediction, TimeTerm
+from ascendfactory.core.recipe import Lora
+from ascendfactory.core.stages import SPLIT_BACKWARD
 from ascendfactory.planner.activations import layer_bytes
 from ascendfactory.planner.calibrate import Factor
-from ascendfactory.planner.grid import Floats, Grid, grid_of
+from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Floats, Grid, grid_of, pipelines
 from ascendfactory.planner.memory import Setting
 from ascendfactory.planner.traffic import traffic_of
-from ascendfactory.planner.weights import Stages, stages_of
-from ascendfactory.planner.work import Work, work_of
+from ascendfactory.planner.weights import Stages
+from ascendfactory.planner.work import SELECTIVE_SHARE, Work, recomputed_share, work_of
 
 GEMM = 0.80  # of the peak, for large matrix products
 ATTENTION = 0.55  # of the peak, for flash attention
@@ -64,7 +67,7 @@ class Timing:
 
 def modelled_seconds(setting: Setting, layout: Layout, attended_tokens: int | None = None) -> tuple[float, float]:
     """Seconds of a step before any measured factor: without the routing of experts, and of the routing."""
-    grid, stages = grid_of([layout]), stages_of(setting.card, layout.pp, layout.vpp)
+    grid, stages = grid_of([layout]), setting.stages(layout)
     without = float(timing_of(setting, grid, stages, 0.0, attended_tokens).step_s[0])
     return without, float(timing_of(setting, grid, stages, 1.0, attended_tokens).step_s[0]) - without
 
@@ -72,15 +75,14 @@ def modelled_seconds(setting: Setting, layout: Layout, attended_tokens: int | No
 def step_seconds(setting: Setting, grid: Grid, factor: Factor) -> Floats:
     """Predicted seconds of a step of each layout [N]."""
     seconds = np.zeros(len(grid))
-    for pp, vpp in sorted({(int(p), int(v)) for p, v in zip(grid.pp, grid.vpp, strict=True)}):
-        index = np.flatnonzero((grid.pp == pp) & (grid.vpp == vpp))
-        seconds[index] = timing_of(setting, grid.take(index), stages_of(setting.card, pp, vpp), factor.routing).step_s * factor.slowdown
+    for index, one in pipelines(grid):
+        seconds[index] = timing_of(setting, grid.take(index), setting.stages(one), factor.routing).step_s * factor.slowdown
     return seconds
 
 
 def predict(setting: Setting, layout: Layout, factor: Factor, attended_tokens: int | None = None) -> Prediction:
     """The step of one layout, with its parts, speed and error band."""
-    timing = timing_of(setting, grid_of([layout]), stages_of(setting.card, layout.pp, layout.vpp), factor.routing, attended_tokens)
+    timing = timing_of(setting, grid_of([layout]), setting.stages(layout), factor.routing, attended_tokens)
     step_s = float(timing.step_s[0]) * factor.slowdown
     tokens = layout.dp * layout.micro_size * layout.num_micro * setting.row_tokens
     peak = peak_flops(setting) * layout.num_devices
@@ -116,7 +118,7 @@ def timing_of(setting: Setting, grid: Grid, stages: Stages, routing: float = 1.0
     compute = _compute(setting, grid, stages, work, routing)
     busy = np.asarray(sum(compute.values()))
     waits = {
-        "tp": traffic.tp,
+        "tp": traffic.tp - (1 - 1 / grid.overlap_chunks[:, None]) * np.minimum(traffic.tp, compute["matrix products"]),
         "ulysses": traffic.ulysses,
         "ring": np.maximum(traffic.ring * 0.1, traffic.ring - HIDDEN["ring"] * compute["attention"]),
         "ep": traffic.ep * (1 - HIDDEN["ep"]),
@@ -130,7 +132,7 @@ def timing_of(setting: Setting, grid: Grid, stages: Stages, routing: float = 1.0
     rows = np.arange(len(grid))
     count = grid.num_micro
     parts = {name: np.broadcast_to(value, micro.shape)[rows, slowest] * count for name, value in {**compute, **waits}.items()}
-    parts["bubble"] = micro[rows, slowest] * (grid.pp - 1) / grid.vpp
+    parts["bubble"] = micro[rows, slowest] * _bubble(setting, grid)
     step = np.broadcast_to(traffic.dp_step, micro.shape)[rows, slowest]
     parts["dp"] = parts["dp"] + np.maximum(step * 0.1, step - overlap * micro[rows, slowest])
     update, moved = _update(setting, grid, stages)
@@ -140,12 +142,27 @@ def timing_of(setting: Setting, grid: Grid, stages: Stages, routing: float = 1.0
     return Timing(parts, model)
 
 
+def _bubble(setting: Setting, grid: Grid) -> Floats:
+    """Micro-batches that a device waits for in a step [N].
+
+    With F, I, W the times of a forward pass, of the inputs' gradients (with what is computed again) and of the weights': pp - 1 of
+    F + I + W, over vpp; where W is put off into the gaps, pp - 1 of F + I - W. Frozen weights have no W, so nothing fills the gaps.
+    What is computed again in advance is done while the gradient is on its way, so the waiting is shorter by it.
+    """
+    again = np.array([{"full": 1.0, "selective": SELECTIVE_SHARE}.get(RECOMPUTES[mode], 0.0) for mode in grid.recompute])
+    weight = 0.0 if isinstance(setting.recipe.tuning, Lora) else 1.0
+    filled = np.isin(grid.schedule, [SCHEDULES.index(name) for name in SPLIT_BACKWARD])
+    waited = 2 + np.where(grid.recompute_in_advance == 1, 0.0, again)
+    share = (waited + np.where(filled, -weight, weight)) / (2 + again + weight)
+    return np.asarray(share * (grid.pp - 1) / grid.vpp)
+
+
 def _compute(setting: Setting, grid: Grid, stages: Stages, work: Work, routing: float) -> dict[str, Floats]:
     """Seconds of one micro-batch that a device computes [N, S]."""
     card, peak = setting.card, peak_flops(setting)
     tokens = (grid.micro_size * setting.row_tokens / grid.cp)[:, None]
     tp = grid.tp[:, None]
-    size = _full(tokens, HALF_TOKENS) * GEMM * peak
+    size = _full(tokens / grid.overlap_chunks[:, None], HALF_TOKENS) * GEMM * peak
     width = _full(np.minimum(card.hidden_size, _ffn(setting) / tp), HALF_WIDTH)
     compute = {"matrix products": work.dense / (size * width)}
     if card.moe:
@@ -154,7 +171,7 @@ def _compute(setting: Setting, grid: Grid, stages: Stages, work: Work, routing: 
         expert_size = _full(each, HALF_TOKENS) * _full(np.asarray(card.moe.expert_ffn_size * 1.0), HALF_WIDTH)
         # weights pass the memory once a product, however few tokens an expert gets
         read_s = setting.element_bytes * 3 * stages.expert / grid.ep[:, None] / setting.cluster.device.memory_bandwidth_bytes_s
-        again = 1 + 0.3 * (grid.recompute[:, None] > 0)
+        again = 1 + 0.3 * (grid.recompute[:, None] > 0) * recomputed_share(grid, stages)
         routed = tokens / tp * card.moe.experts_per_token * stages.moe_layers * again
         compute["routing"] = routing * routed * ROUTED_ROW_S[setting.cluster.device.kind]
         compute["experts"] = np.maximum(work.expert / (expert_size * GEMM * peak), read_s)
@@ -183,7 +200,7 @@ def _memory_bound(setting: Setting, grid: Grid, stages: Stages, tokens: Floats) 
         if count.any():
             token = layer_bytes(setting.card, setting.recipe.tuning, setting.element_bytes, setting.engine, "none", is_moe)
             moved = moved + count * tokens * ((token.hidden + token.inputs) / split + (token.split + token.routed) / tp)
-    again = 1 + 0.3 * (grid.recompute[:, None] > 0)
+    again = 1 + 0.3 * (grid.recompute[:, None] > 0) * recomputed_share(grid, stages)
     return MOVES * again * moved / device.memory_bandwidth_bytes_s + LAUNCH_S[device.kind] * stages.layers
 
 

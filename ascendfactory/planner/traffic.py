@@ -15,6 +15,7 @@ from ascendfactory.planner.adapters import trainable_params
 from ascendfactory.planner.grid import RECOMPUTES, Floats, Grid, Ints
 from ascendfactory.planner.memory import IMBALANCE, Setting
 from ascendfactory.planner.weights import Stages
+from ascendfactory.planner.work import recomputed_share
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,12 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     card, e, layers = setting.card, setting.element_bytes, stages.layers
     tp, ulysses, ring = (a[:, None] for a in (grid.tp, grid.ulysses, grid.ring))
     tokens = grid.micro_size[:, None] * setting.row_tokens / grid.cp[:, None]
-    again = np.where(grid.recompute[:, None] == RECOMPUTES.index("full"), 0.5, 0.0)
+    again = _again(setting, grid, stages)
     intra = setting.cluster.device.intra_node_bytes_s
     hidden = tokens * card.hidden_size * e
-    # forward 2 all-gathers and 2 reduce-scatters a layer (or 2 all-reduces), backward as many
-    tp_s = 8 * (1 + again) * layers * hidden * (tp - 1) / tp / intra
+    # forward 2 all-gathers and 2 reduce-scatters a layer (or 2 all-reduces), backward as many; and of embedding and head 1 and 1
+    messages = (8 * (1 + again) + 2 * _gathered_again(setting, grid)) * layers + 2 * (stages.embedding > 0) + 2 * (stages.head > 0)
+    tp_s = messages * hidden * (tp - 1) / tp / intra
     q_size, kv_size = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
     cp_link = _link(setting, grid.tp, grid.cp)[:, None]
     # fewer key/value heads than devices are repeated
@@ -56,6 +58,21 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
         _stages_s(setting, grid, hidden, layers),
         *_dp(setting, grid, stages),
     )
+
+
+def _again(setting: Setting, grid: Grid, stages: Stages) -> Floats:
+    """Messages that a recomputed layer sends a second time, as a share of those of forward and backward [N, S]."""
+    modes = ("full", "selective") if setting.engine.name == "native" else ("full",)
+    repeats = np.isin(grid.recompute, [RECOMPUTES.index(mode) for mode in modes])[:, None]
+    return np.where(repeats, 0.5, 0.0) * recomputed_share(grid, stages)
+
+
+def _gathered_again(setting: Setting, grid: Grid) -> Ints:
+    """1 where inputs that sequence parallelism gathered are not kept but gathered again in the backward pass [N, 1]."""
+    if setting.engine.inputs == "whole":
+        return np.zeros((len(grid), 1), np.int64)
+    all_again = (grid.recompute == RECOMPUTES.index("full")) & (grid.recompute_layers == 0) & (setting.engine.inputs == "regathered")
+    return ((grid.sp == 1) & ~all_again).astype(np.int64)[:, None]
 
 
 def _link(setting: Setting, inner: Ints, size: Ints) -> Floats:
@@ -102,10 +119,14 @@ def _dp(setting: Setting, grid: Grid, stages: Stages) -> tuple[Floats, Floats]:
     tuning = setting.recipe.tuning
     trained = passed * (trainable_params(setting.card, tuning) / setting.card.num_params if isinstance(tuning, Lora) else 1.0)
     zero = grid.zero[:, None]
-    gathers = np.where((zero == 3) & (grid.pp[:, None] == 1), 2 * e * passed, 0) / link
+    # level 3 gathers layers for forward and again for backward, embedding and head once
+    gathered_often = (zero == 3) & ((grid.pp[:, None] == 1) | (not engine.torch_stages))
+    ends = (stages.embedding + stages.head) / tp * ring
+    gathers = np.where(gathered_often, e * (2 * passed - ends), 0) / link
     reduces = np.maximum(engine.grad_bytes, e) * trained / link
     often = zero >= 2
-    once = np.where((zero == 3) & (grid.pp[:, None] == 1), 0, e * trained) / link  # the updated weights
+    # the updated weights; FSDP keeps nothing whole between steps, so it gathers frozen ones as well
+    once = np.where(gathered_often, 0, e * (trained if engine.keeps_copy or engine.weight_bytes else passed)) / link
     copies = grid.replicate[:, None]
     between = 2 * 4 * trained / shard * (copies - 1) / copies / setting.cluster.device.inter_node_bytes_s
     return gathers + np.where(often, reduces, 0), np.where(often, 0, reduces) + once + between

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ascendfactory.catalog.read import find_card, find_device
-from ascendfactory.core.plan import Cluster, Fact, Layout, ModelCard
+from ascendfactory.core.plan import Cluster, Fact, Layout, Line, ModelCard
 from ascendfactory.core.recipe import Batch, Data, Dpo, Full, Lora, Model, Pretrain, Recipe, Sft, Source
 from ascendfactory.planner.advice import Judge, room_bytes
 from ascendfactory.planner.calibrate import factor_of
@@ -74,7 +74,7 @@ class Verdict:
     tuned_s: float
     best: Layout | None
     best_s: float
-    reason: str  # of a broken rule or too many bytes
+    reason: Line | None  # of a broken rule or too many bytes
 
     @property
     def fits(self) -> bool:
@@ -112,20 +112,28 @@ def _first_choice(row: Tuned, judge: Judge) -> tuple[Layout | None, float]:
         grid = grid.take(peak_bytes(setting, grid) <= room_bytes(cluster))
         if len(grid):
             seconds = step_seconds(setting, grid, factor_of(setting, modelled_seconds))
-            if seconds.min() < best_s:
-                best, best_s = grid.row(int(seconds.argmin())), float(seconds.min())
+            taken = next((int(i) for i in np.argsort(seconds) if not judge.refuse(recipe, card, grid.row(int(i)))), None)
+            if taken is not None and seconds[taken] < best_s:
+                best, best_s = grid.row(taken), float(seconds[taken])
     return best, best_s
 
 
-def _reason(row: Tuned, broken: list[str], peak: int, room: int) -> str:
+def _reason(row: Tuned, broken: list[str], peak: int, room: int) -> Line | None:
+    size = f"{peak / GIB:.0f} of {room / GIB:.0f} GiB"
+    size_zh = f"{peak / GIB:.0f} GiB，可用 {room / GIB:.0f}"
     if broken:
-        return "rule: " + ", ".join(broken)
+        return Line(en="rule: " + ", ".join(broken), zh="规则：" + "、".join(broken))
     if peak <= room:
-        return ""
+        return None
     if not row.padded:
-        return f"rows are not padded: {row.seq_len} tokens is the longest, not the usual one ({peak / GIB:.0f} of {room / GIB:.0f} GiB)"
+        return Line(
+            en=f"rows are not padded: {row.seq_len} tokens is the longest, not the usual one ({size})",
+            zh=f"各行不填充：{row.seq_len} 个 token 是最长而非通常的长度（{size_zh}）",
+        )
     if row.unmodelled:
-        return f"{', '.join(row.unmodelled)}: not modelled ({peak / GIB:.0f} of {room / GIB:.0f} GiB)"
+        return Line(en=f"{', '.join(row.unmodelled)}: not modelled ({size})", zh=f"{'、'.join(row.unmodelled)}：未建模（{size_zh}）")
     if peak <= find_device(row.device).memory_bytes:
-        return f"inside the memory, beyond the planner's margin of 8 % ({peak / GIB:.0f} of {room / GIB:.0f} GiB)"
-    return f"unexplained: {peak / GIB:.0f} of {room / GIB:.0f} GiB"
+        return Line(
+            en=f"inside the memory, beyond the planner's margin of 8 % ({size})", zh=f"在设备内存之内，但超出规划器 8 % 的余量（{size_zh}）"
+        )
+    return Line(en=f"unexplained: {size}", zh=f"未解释：{size_zh}")

@@ -92,9 +92,13 @@ def _extra_forwards(setting: Setting) -> float:
 
 def _again(grid: Grid, stages: Stages) -> tuple[Floats, Floats]:
     """Forward passes of the layers that run a second time: of matrix products, of attention [N, S]."""
-    layers = np.maximum(stages.layers, 1)
-    limit = np.where(grid.recompute_layers[:, None] > 0, np.minimum(grid.recompute_layers[:, None], layers), layers)
-    share = limit / layers
-    mode = grid.recompute[:, None]
+    share, mode = recomputed_share(grid, stages), grid.recompute[:, None]
     matmul = np.where(mode == RECOMPUTES.index("full"), 1.0, np.where(mode == RECOMPUTES.index("selective"), SELECTIVE_SHARE, 0.0))
     return share * matmul, share * (mode == RECOMPUTES.index("full"))
+
+
+def recomputed_share(grid: Grid, stages: Stages) -> Floats:
+    """Part of a stage's layers that is computed again where anything is [N, S]."""
+    layers = np.maximum(stages.layers, 1)
+    limit = np.where(grid.recompute_layers[:, None] > 0, np.minimum(grid.recompute_layers[:, None], layers), layers)
+    return np.asarray(limit / layers)

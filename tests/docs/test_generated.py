@@ -34,6 +34,15 @@ def test_page_is_current(script: str, file: str, language: str) -> None:
     assert written == generator(script).page(language == "zh"), "stale: run 'make docs'"
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_planners_page_is_current(language: str) -> None:
+    """Of docs/min-devices.md the tables that take little time; the others take half a minute."""
+    written = (DOCS / language / "min-devices.md").read_text(encoding="utf-8")
+    module = generator("generate_planner")
+    for table in (module.memory, module.speeds):
+        assert table(language == "zh") in written, "stale: run 'make docs'"
+
+
 def test_every_setting_has_a_meaning_and_no_meaning_is_left_over() -> None:
     wanted = {key for nodes in generator("generate_recipe").groups().values() for key in nodes}
     assert set(generator("generate_recipe").MEANINGS) == wanted

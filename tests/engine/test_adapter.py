@@ -182,11 +182,11 @@ def test_a_target_may_name_one_layer(tiny_models: dict[str, str]) -> None:
 
 def drawn_on_ranks(folder: str, size: int) -> dict[str, Tensor]:
     layout = Layout(dp=size)
-    mesh = make_mesh(layout, "cpu", grouped=size > 1)
+    mesh = make_mesh(layout, "cpu", sharded=size > 1)
     hf = model.build_on_meta(model.read_config(folder))
     wrapped = adapter.apply_lora(hf, Lora(rank=3, dora=True))
-    if mesh.dp is not None:
-        apply_fsdp(wrapped, model.decoder_layers(hf), mesh.dp, layout, torch.float32)
+    if mesh.fsdp is not None:
+        apply_fsdp(wrapped, [model.decoder_layers(hf)], mesh.fsdp, layout, torch.float32)
     model.materialize(wrapped, hf, mesh.device)
     model.load_weights(hf, folder)
     adapter.draw_adapter(wrapped, 5)

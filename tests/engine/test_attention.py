@@ -10,11 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ascendfactory.engine.attention import _any_device_documents, attend, document_spans, window_mask
+from ascendfactory.engine.attention import _by_torch, attend
+from ascendfactory.engine.blocks import Documents, whole_rows
 
 MODULE = torch.nn.Identity()
 LENGTHS = [[7, 1, 12], [5, 9]]  # the second row ends in 6 padded cells
 Lengths = list[list[int]]
+
+
+def rows(lengths: Lengths) -> Documents:
+    return whole_rows(lengths, max(map(sum, lengths)))
 
 
 def draw(lengths: Lengths, heads: int = 4, kv_heads: int = 2, size: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -51,7 +56,7 @@ def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_equals_dense_softmax(window: int | None, kv_heads: int) -> None:
     inputs = draw(LENGTHS, kv_heads=kv_heads)
-    out, weights = attend(MODULE, *inputs, None, spans=document_spans(LENGTHS), scaling=0.3, sliding_window=window)
+    out, weights = attend(MODULE, *inputs, None, documents=rows(LENGTHS), scaling=0.3, sliding_window=window)
     assert weights is None
     assert out.shape == (2, 20, 4, 8)
     expected = with_gradients(dense(*inputs, LENGTHS, 0.3, window), inputs)
@@ -66,7 +71,7 @@ def test_equals_dense_softmax(window: int | None, kv_heads: int) -> None:
 )
 def test_equals_dense_softmax_for_any_packing(lengths: Lengths, window: int | None) -> None:
     inputs = draw(lengths)
-    out, _ = attend(MODULE, *inputs, None, spans=document_spans(lengths), sliding_window=window)
+    out, _ = attend(MODULE, *inputs, None, documents=rows(lengths), sliding_window=window)
     expected = with_gradients(dense(*inputs, lengths, 8**-0.5, window), inputs)
     for mine, right in zip(with_gradients(out, inputs), expected, strict=True):
         torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
@@ -76,9 +81,8 @@ def test_equals_dense_softmax_for_any_packing(lengths: Lengths, window: int | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_device_path_equals_cpu_path(window: int | None, dtype: torch.dtype) -> None:
     inputs = draw(LENGTHS, dtype=dtype)
-    spans = document_spans(LENGTHS)
-    out, _ = attend(MODULE, *inputs, None, spans=spans, sliding_window=window)
-    other = _any_device_documents(*inputs, spans, 8**-0.5, window, 0.0).transpose(1, 2)
+    out, _ = attend(MODULE, *inputs, None, documents=rows(LENGTHS), sliding_window=window)
+    other = _by_torch(*inputs, rows(LENGTHS), 8**-0.5, window, 0.0).transpose(1, 2)
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for mine, right in zip(with_gradients(out, inputs), with_gradients(other, inputs), strict=True):
         assert mine.dtype == dtype
@@ -87,7 +91,7 @@ def test_any_device_path_equals_cpu_path(window: int | None, dtype: torch.dtype)
 
 def test_padding_is_zero_and_gets_no_gradient() -> None:
     inputs = draw(LENGTHS)
-    out, *gradients = with_gradients(attend(MODULE, *inputs, None, spans=document_spans(LENGTHS))[0], inputs)
+    out, *gradients = with_gradients(attend(MODULE, *inputs, None, documents=rows(LENGTHS))[0], inputs)
     assert not out[1, 14:].any()
     assert all(not gradient[1, :, 14:].any() for gradient in gradients)
 
@@ -98,8 +102,7 @@ def test_other_documents_have_no_influence() -> None:
     for t in changed:
         t[0, :, :7] = 100.0
         t[1, :, 14:] = torch.nan
-    spans = document_spans(LENGTHS)
-    before, after = (attend(MODULE, *qkv, None, spans=spans)[0] for qkv in (inputs, changed))
+    before, after = (attend(MODULE, *qkv, None, documents=rows(LENGTHS))[0] for qkv in (inputs, changed))
     assert torch.equal(before[0, 7:], after[0, 7:])
     assert torch.equal(before[1], after[1])
 
@@ -108,8 +111,8 @@ def test_transposed_inputs_as_the_models_pass_them() -> None:
     inputs = draw(LENGTHS)
     strided = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in inputs]
     for mine, right in zip(
-        with_gradients(attend(MODULE, *strided, None, spans=document_spans(LENGTHS))[0], strided),
-        with_gradients(attend(MODULE, *inputs, None, spans=document_spans(LENGTHS))[0], inputs),
+        with_gradients(attend(MODULE, *strided, None, documents=rows(LENGTHS))[0], strided),
+        with_gradients(attend(MODULE, *inputs, None, documents=rows(LENGTHS))[0], inputs),
         strict=True,
     ):
         torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-14)
@@ -119,21 +122,12 @@ def test_dropout_drops_that_share() -> None:
     torch.manual_seed(0)
     value = torch.ones(1, 2, 64, 8)
     query = torch.zeros(1, 2, 64, 8)  # all weights equal: a row's sum after dropout is kept / (1 - p) / visible
-    out, _ = attend(MODULE, query, query, value, None, spans=[(0, 0, 64)], dropout=0.25)
+    out, _ = attend(MODULE, query, query, value, None, documents=whole_rows([[64]], 64), dropout=0.25)
     assert out[:, 32:].mean().item() == pytest.approx(1.0, abs=0.05)
     assert out[:, 32:].std().item() > 0.01
 
 
-def test_window_mask_sees_itself_and_those_before() -> None:
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
-    assert window_mask(4, 2, torch.device("cpu")).int().tolist() == expected
-
-
-def test_document_spans_of_an_empty_row() -> None:
-    assert document_spans([[], [2, 1]]) == [(1, 0, 2), (1, 2, 3)]
-
-
 def test_a_mask_is_refused() -> None:
     inputs = draw(LENGTHS)
-    with pytest.raises(AssertionError, match="spans"):
-        attend(SimpleNamespace(), *inputs, torch.ones(1), spans=[])  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="documents"):
+        attend(SimpleNamespace(), *inputs, torch.ones(1), documents=rows(LENGTHS))  # type: ignore[arg-type]

@@ -19,11 +19,13 @@ from ascendfactory.core.recipe import Optim
 from ascendfactory.engine import checkpoint
 from ascendfactory.engine.checkpoint import Checkpoints, DamagedCheckpoint
 from ascendfactory.engine.mesh import Mesh, make_mesh
+from ascendfactory.engine.names import public_name
 from ascendfactory.engine.optim import Optimizer
 from ascendfactory.engine.parallel.fsdp import apply_fsdp
+from ascendfactory.engine.state import iter_whole, tensor_state
 from tests.pool import Pool
 
-ALONE = Mesh(torch.device("cpu"), rank=0, size=1, dp=None)
+ALONE = Mesh(torch.device("cpu"))
 
 
 def tensors(value: float = 1.0) -> dict[str, Tensor]:
@@ -238,18 +240,18 @@ def test_checkpoints_of_another_model_are_refused(tmp_path: Path, change: Any, m
     ],
 )
 def test_public_names(name: str, public: str) -> None:
-    assert checkpoint.public_name(name) == public
+    assert public_name(name) == public
 
 
 def net_and_optimizer(size: int, replicate: int) -> tuple[nn.Module, Optimizer, Mesh]:
     """Odd sizes, so that ranks hold unequal parts; one step done, so that moments are no zeros."""
     layout = Layout(dp=size, replicate=replicate)
-    mesh = make_mesh(layout, "cpu", grouped=size > 1)
+    mesh = make_mesh(layout, "cpu", sharded=size > 1)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
-    if mesh.dp is not None:
-        apply_fsdp(net, [], mesh.dp, layout, torch.float32)
-    optimizer = Optimizer(net, Optim(lr=0.1), 4, mesh, replicate)
+    if mesh.fsdp is not None:
+        apply_fsdp(net, [], mesh.fsdp, layout, torch.float32)
+    optimizer = Optimizer(net, Optim(lr=0.1), layout, 4, mesh)
     return net, optimizer, mesh
 
 
@@ -259,7 +261,7 @@ def write_on_ranks(root: str, size: int, replicate: int) -> dict[str, Tensor]:
     optimizer.step(0, optimizer.gradient_norm(0.0)[1])
     torch.manual_seed(100 + mesh.rank)
     checkpoints = Checkpoints(Path(root), mesh, keep=1, asynchronous=True)
-    checkpoints.save(checkpoint.tensor_state(net, optimizer, mesh), {"step": 1})
+    checkpoints.save(tensor_state(optimizer, mesh), {"step": 1})
     checkpoints.wait()
     mesh.barrier()
     return whole_state(net, optimizer, mesh)
@@ -273,14 +275,14 @@ def read_on_ranks(root: str, size: int, replicate: int) -> dict[str, Tensor]:
     folder, damaged = Checkpoints(Path(root), mesh, keep=1, asynchronous=False).find("auto")
     assert folder is not None
     assert damaged == []
-    state = checkpoint.tensor_state(net, optimizer, mesh)
+    state = tensor_state(optimizer, mesh)
     checkpoint.load_tensors(folder, state, mesh)
-    return whole_state(net, optimizer, mesh) | {"rng": state[f"rng.cpu.{mesh.rank}"]}
+    return whole_state(net, optimizer, mesh) | {"rng": next(kept.parameter for name, kept in state.items() if name.startswith("rng.cpu."))}
 
 
 def whole_state(net: nn.Module, optimizer: Optimizer, mesh: Mesh) -> dict[str, Tensor]:
-    state = checkpoint.tensor_state(net, optimizer, mesh)
-    return {name: tensor.clone() for name, tensor in checkpoint.iter_whole({k: v for k, v in state.items() if "rng" not in k})}
+    state = tensor_state(optimizer, mesh)
+    return {name: tensor.clone() for name, tensor in iter_whole({k: v for k, v in state.items() if "rng" not in k}, mesh)}
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 1), (2, 2)), ((2, 2), (2, 1))])

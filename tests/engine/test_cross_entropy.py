@@ -7,13 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
 from ascendfactory.engine.families import HeadRules, head_rules
 from ascendfactory.engine.objective import cross_entropy
-from ascendfactory.engine.objective.causal_lm import CausalLM, count_trained_tokens
+from ascendfactory.engine.data.batch import count_trained_tokens
+from ascendfactory.engine.mesh import Mesh
+from ascendfactory.engine.objective.causal_lm import CausalLM
+from ascendfactory.engine.parallel import tensor
+from ascendfactory.engine.parallel.context import cut
 from ascendfactory.engine.objective.cross_entropy import linear_cross_entropy
+from tests.pool import Pool
 
 RULES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"logit_scale": 0.0625}, {"softcap": 1.5, "logit_scale": 3.0}]
 
@@ -96,7 +103,7 @@ def test_an_outer_factor_scales_the_gradients(factor: float) -> None:
 def test_no_gradient_is_formed_without_grad_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     (hidden, weight, bias), labels = draw(20)
     right = whole(hidden, weight, bias, labels, 1.0).item()
-    monkeypatch.setattr(torch, "zeros_like", None)  # the weight's gradient would be asked from it
+    monkeypatch.setattr(torch, "empty_like", None)  # the weight's gradient would be asked from it
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, labels, scale=1.0, bias_V=bias)
     assert not loss.requires_grad
@@ -164,4 +171,72 @@ def test_heads_of_families_equal_transformers(family: str, changes: dict[str, An
     batch = assemble([Row([(ids.numpy(), torch.ones(12, dtype=torch.bool).numpy())], ["x"])], 0, multiple=1)
     assert count_trained_tokens([batch]) == 11
     right = functional.cross_entropy(theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:], reduction="sum") / 11
-    assert CausalLM(ours)(batch, 1 / 11).item() == pytest.approx(right.item(), rel=1e-5)
+    alone = Mesh(torch.device("cpu"))
+    tensor.apply(ours, alone.tp, sequence=False)
+    assert CausalLM(ours, {})(cut(batch, alone), 1 / 11).item() == pytest.approx(right.item(), rel=1e-5)
+
+
+def parts_of_the_vocabulary(num: int, vocab: int, with_bias: bool, rules: dict[str, Any], chunk_bytes: int) -> dict[str, Any]:
+    """Loss and gradients of this rank, which holds its rows of the head only."""
+    import torch.distributed as dist
+
+    from ascendfactory.engine.mesh import Axis
+    from ascendfactory.engine.parallel.collectives import interval
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    axis = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    (hidden, weight, bias), labels = draw(num, vocab=vocab)
+    at = slice(*interval(vocab, axis))
+    inputs = [hidden, weight.detach()[at].requires_grad_(), bias.detach()[at].requires_grad_()]
+    before, cross_entropy.CHUNK_BYTES = cross_entropy.CHUNK_BYTES, chunk_bytes
+    try:
+        loss = linear_cross_entropy(
+            inputs[0], inputs[1], labels, scale=0.2, bias_V=inputs[2] if with_bias else None, axis=axis, vocab_size=vocab, **rules
+        )
+        loss.backward()
+    finally:
+        cross_entropy.CHUNK_BYTES = before
+    return {"loss": loss.item(), "grads": [t.grad for t in inputs[: 3 if with_bias else 2]]}
+
+
+@given(
+    num=st.integers(0, 40),
+    vocab=st.integers(2, 23),
+    with_bias=st.booleans(),
+    rules=st.sampled_from(RULES),
+    chunk_bytes=st.sampled_from([1, 2**20]),
+)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_vocabulary_in_two_parts(num: int, vocab: int, with_bias: bool, rules: dict[str, Any], chunk_bytes: int, pool: Pool) -> None:
+    """An odd one is cut unevenly. The hidden states' gradients are the terms of a sum, the head's the rows of the whole."""
+    ranks = pool.run(parts_of_the_vocabulary, 2, num, vocab, with_bias, rules, chunk_bytes)
+    (hidden, weight, bias), labels = draw(num, vocab=vocab)
+    doubles = [t.detach().double().requires_grad_() for t in ([hidden, weight, bias] if with_bias else [hidden, weight])]
+    right = whole(doubles[0], doubles[1], doubles[2] if with_bias else None, labels, 0.2, **rules)
+    right.backward()
+    assert ranks[0]["loss"] == ranks[1]["loss"] == pytest.approx(right.item(), rel=1e-6, abs=1e-7)
+    joined = [ranks[0]["grads"][0] + ranks[1]["grads"][0]]
+    joined += [torch.cat(parts) for parts in zip(ranks[0]["grads"][1:], ranks[1]["grads"][1:], strict=True)]
+    for mine, double in zip(joined, doubles, strict=True):
+        assert double.grad is not None
+        torch.testing.assert_close(mine, double.grad.float(), rtol=2e-5, atol=2e-6)
+
+
+def test_extreme_logits_in_another_part(pool: Pool) -> None:
+    """The largest logit is on one device only; the other's exponentials must not overflow or vanish."""
+    for value in pool.run(extreme_loss, 2):
+        assert value == pytest.approx(300.0, rel=1e-6)
+
+
+def extreme_loss() -> float:
+    import torch.distributed as dist
+
+    from ascendfactory.engine.mesh import Axis
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    axis = Axis(2, dist.get_rank(), dist.group.WORLD)
+    weight = torch.tensor([[100.0], [-200.0]])[axis.rank : axis.rank + 1]
+    loss = linear_cross_entropy(torch.ones(1, 1), weight, torch.tensor([1]), scale=1.0, axis=axis, vocab_size=2)
+    return loss.item()

@@ -18,17 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ascendfactory.catalog.read import find_card
 from ascendfactory.core.messages import UserError
-from ascendfactory.core.plan import Plan
+from ascendfactory.core.plan import Layout, Plan
 from ascendfactory.engine import export
 from ascendfactory.engine.build import build_model
-from ascendfactory.engine.checkpoint import Checkpoints, tensor_state
+from ascendfactory.engine.checkpoint import Checkpoints
 from ascendfactory.engine.mesh import Mesh, make_mesh
 from ascendfactory.engine.optim import Optimizer
+from ascendfactory.engine.state import tensor_state
 from tests.examples import make
 from tests.pool import Pool
 from tests.tiny import FAMILIES, write_model
 
-ALONE = Mesh(torch.device("cpu"), rank=0, size=1, dp=None)
+ALONE = Mesh(torch.device("cpu"))
 IDS = torch.arange(3, 23)[None]
 
 
@@ -44,7 +45,7 @@ def trained(plan: Plan, mesh: Mesh = ALONE) -> Any:
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         torch.manual_seed(number)
         change = torch.randn(parameter.shape) * 0.03
-        if mesh.dp is not None:
+        if mesh.fsdp is not None:
             change = torch.distributed.tensor.distribute_tensor(change, parameter.device_mesh, parameter.placements)
         parameter.add_(change)
     return model
@@ -207,7 +208,7 @@ def test_a_merge_of_an_untrained_adapter_loses_nothing(tiny_models: dict[str, st
 
 
 def export_on_ranks(plan: Plan, target: str) -> bool:
-    mesh = make_mesh(plan.layout, "cpu", grouped=True)
+    mesh = make_mesh(plan.layout, "cpu", sharded=True)
     model = trained(plan, mesh)
     export.export_model(model, plan, mesh, Path(target))
     return (Path(target) / "tokenizer.json").exists()
@@ -231,12 +232,12 @@ def run_folder(plan: Plan) -> Any:
     run_dir.mkdir()
     (run_dir / "plan.json").write_text(plan.model_dump_json())
     model = trained(plan)
-    optimizer = Optimizer(model, plan.recipe.optim, 2, ALONE, 1)
+    optimizer = Optimizer(model, plan.recipe.optim, Layout(), 2, ALONE)
     checkpoints = Checkpoints(run_dir / "checkpoints", ALONE, keep=2, asynchronous=False)
     for step in (1, 2):
         with torch.no_grad():
             next(p for p in model.parameters() if p.requires_grad).add_(0.01)
-        checkpoints.save(tensor_state(model, optimizer, ALONE), {"step": step})
+        checkpoints.save(tensor_state(optimizer, ALONE), {"step": step})
     return model
 
 

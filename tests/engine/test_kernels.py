@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ascendfactory.core.recipe import Lora
 from ascendfactory.engine import adapter, model
 from ascendfactory.engine.kernels import GATED_MLPS, RMS_NORMS, apply_kernels
+from ascendfactory.engine.parallel.linear import merging_pays
 
 HIDDEN = 48
 
@@ -122,14 +124,14 @@ def test_mlps_with_adapters_keep_their_own_forward(tiny_models: dict[str, str]) 
     adapter.apply_lora(hf, Lora(targets=["q_proj", "down_proj"]))
     apply_kernels(hf)
     lean = {type(module).__name__ for module in hf.modules() if "forward" in vars(module)}
-    assert lean == {"Qwen3RMSNorm"}
+    assert lean == {"Qwen3RMSNorm", "Linear"}  # peft's class is called Linear too
 
 
 def test_mlps_beside_adapters_are_lean(tiny_models: dict[str, str]) -> None:
     hf = model.build_on_meta(model.read_config(tiny_models["llama"]))
     adapter.apply_lora(hf, Lora(targets=["q_proj"]))
     apply_kernels(hf)
-    assert {type(module).__name__ for module in hf.modules() if "forward" in vars(module)} == {"LlamaRMSNorm", "LlamaMLP"}
+    assert {type(module).__name__ for module in hf.modules() if "forward" in vars(module)} == {"LlamaRMSNorm", "LlamaMLP", "Linear"}
 
 
 def test_every_claimed_class_has_the_families_own_layers(tiny_models: dict[str, str]) -> None:
@@ -144,3 +146,86 @@ def test_every_claimed_class_has_the_families_own_layers(tiny_models: dict[str, 
         "glm4": ["Glm4RMSNorm"],  # gate and up are one matrix there
         "gemma3": [],  # its norm multiplies by 1 + weight, its MLP has a GELU
     }
+
+
+def adapted(num_in: int, num_out: int, dropout: float = 0.0, dtype: torch.dtype = torch.float32, *, bias: bool = True) -> Any:
+    """peft's LoRA module with a B that is not zero; base frozen."""
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import Linear
+
+    torch.manual_seed(4)
+    settings = LoraConfig(r=3, lora_alpha=7, lora_dropout=dropout)
+    module = Linear(nn.Linear(num_in, num_out, bias=bias), "default", r=3, lora_alpha=7, config=settings)
+    nn.init.normal_(module.lora_B["default"].weight)
+    module.base_layer.requires_grad_(False)
+    return module.to(dtype)
+
+
+@pytest.mark.parametrize(("num_tokens", "merged"), [(4, False), (40, True)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_lora_equals_peft_in_both_forms(num_tokens: int, merged: bool, bias: bool) -> None:
+    theirs = adapted(12, 20, bias=bias)
+    assert merging_pays(num_tokens, theirs.base_layer.weight) is merged  # from 2·12·20 / (12 + 20) = 15 tokens on
+    results = []
+    for module in (apply_kernels(copy.deepcopy(theirs)), theirs):
+        generator = torch.Generator().manual_seed(8)
+        x = torch.randn(1, num_tokens, 12, generator=generator, requires_grad=True)
+        out = module(x)
+        out.backward(torch.randn(out.shape, generator=generator))
+        results.append([out.detach(), x.grad, *(p.grad for p in module.parameters())])
+    assert_same(*results)
+
+
+def test_lora_in_bf16_is_never_merged() -> None:
+    assert not merging_pays(10**6, torch.empty(12, 20, dtype=torch.bfloat16))
+
+
+def test_lora_merging_counts_operations() -> None:
+    """The rule against a count of what each form costs, for whole steps."""
+    for num_in, num_out, tokens in itertools.product((8, 64), (8, 512), (1, 7, 15, 16, 100, 1000)):
+        rank = 4
+        low = 2 * tokens * rank * (num_in + num_out)  # up-projection forward, its way back to x
+        merged = 2 * (2 * rank * num_in * num_out)  # W + BA, formed forward and backward
+        assert merging_pays(tokens, torch.empty(num_out, num_in)) == (merged < low)
+
+
+def test_lora_dropout_scales_what_it_keeps() -> None:
+    """One mask for output and gradients: with A the identity and B ones, what is kept can be read from the output."""
+    module = adapted(6, 2, dropout=0.5, bias=False)
+    with torch.no_grad():
+        module.base_layer.weight.zero_()
+        module.lora_A["default"].weight.copy_(torch.eye(6)[:3])
+        module.lora_B["default"].weight.fill_(1.0)
+    lean = apply_kernels(module).train()
+    x = torch.ones(1, 4000, 6, requires_grad=True)
+    out = lean(x)
+    kept = out.detach()[0, :, 0] / (7 / 3) / 2  # of three inputs, each kept one doubled
+    assert set(kept.round(decimals=4).tolist()) == {0.0, 1.0, 2.0, 3.0}
+    assert kept.mean().item() == pytest.approx(1.5, abs=0.1)
+    out[..., 0].sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0].sum(1), kept * 2 * 7 / 3)
+    torch.testing.assert_close(module.lora_A["default"].weight.grad[0, 0], x.grad[0, :, 0].sum(), rtol=1e-5, atol=0)  # x is one
+    assert torch.equal(lean.eval()(x), lean(x))
+
+
+def test_lora_disabled_is_the_base_alone() -> None:
+    module = apply_kernels(adapted(6, 5))
+    module.enable_adapters(False)
+    x = torch.randn(2, 3, 6)
+    torch.testing.assert_close(module(x), module.base_layer(x))
+
+
+def test_lora_keeps_one_input_for_base_and_adapter() -> None:
+    """What the backward pass keeps is x, W, A, B and x Aᵀ, each once."""
+    module = apply_kernels(adapted(12, 20))
+    stored: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        stored[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    x = torch.randn(1, 4, 12, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        module(x)
+    assert sorted(stored.values()) == sorted([4 * 12, 20 * 12, 3 * 12, 20 * 3, 4 * 3])

@@ -18,7 +18,9 @@ from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Layout
 from ascendfactory.engine import attention, model
 from ascendfactory.engine.mesh import make_mesh
+from ascendfactory.engine.names import weight_names
 from ascendfactory.engine.parallel.fsdp import apply_fsdp
+from ascendfactory.engine.parallel.pieces import Piece
 from tests.pool import Pool
 from tests.tiny import FAMILIES, config
 
@@ -191,10 +193,10 @@ def test_models_with_an_attention_of_their_own_are_refused(settings: Any) -> Non
 def drawn(folder: str, seed: int, size: int) -> dict[str, Tensor]:
     """Random weights, whole, drawn on `size` ranks."""
     layout = Layout(dp=size)
-    mesh = make_mesh(layout, "cpu", grouped=size > 1)
+    mesh = make_mesh(layout, "cpu", sharded=size > 1)
     hf = model.build_on_meta(model.read_config(folder))
-    if mesh.dp is not None:
-        apply_fsdp(hf, model.decoder_layers(hf), mesh.dp, layout, torch.float32)
+    if mesh.fsdp is not None:
+        apply_fsdp(hf, [model.decoder_layers(hf)], mesh.fsdp, layout, torch.float32)
     model.materialize(hf, hf, mesh.device)
     model.draw_weights(hf, seed)
     return {name: (p.full_tensor() if size > 1 else p).detach() for name, p in hf.named_parameters()}
@@ -227,10 +229,10 @@ def test_drawn_weights_do_not_depend_on_the_number_of_ranks(pool: Pool, tiny_mod
 def read_on_ranks(folder: str, replicate: int) -> tuple[dict[str, Tensor], int]:
     """Weights read from a file into shards; whole again, and the elements that this rank held."""
     layout = Layout(dp=2, replicate=replicate)
-    mesh = make_mesh(layout, "cpu", grouped=True)
+    mesh = make_mesh(layout, "cpu", sharded=True)
     hf = model.build_on_meta(model.read_config(folder))
-    assert mesh.dp is not None
-    apply_fsdp(hf, model.decoder_layers(hf), mesh.dp, layout, torch.float32)
+    assert mesh.fsdp is not None
+    apply_fsdp(hf, [model.decoder_layers(hf)], mesh.fsdp, layout, torch.float32)
     model.materialize(hf, hf, mesh.device)
     model.load_weights(hf, folder)
     held = sum(p.to_local().numel() for p in hf.parameters())
@@ -252,3 +254,57 @@ def test_each_rank_reads_its_own_rows(pool: Pool, tiny_models: dict[str, str], r
 def test_name_seed_depends_on_both() -> None:
     assert len({model.name_seed(seed, name) for seed in (0, 1) for name in ("a", "b")}) == 4
     assert 0 <= model.name_seed(2**40, "x") < 2**56
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def last_stage(folder: str) -> tuple[Any, dict[str, Piece], set[str]]:
+    """The last layer, norm and tied head of a model on meta, some of it cut as tensor parallelism would; pieces, and all names."""
+    hf = model.build_on_meta(model.read_config(folder))
+    known = weight_names(hf)
+    hf.model.layers[0] = hf.model.layers[1] = nn.Identity()
+    mlp, pieces = hf.model.layers[2].mlp, {}
+    for name, module, piece in (
+        ("model.layers.2.mlp.gate_proj.weight", mlp.gate_proj, Piece((96, 64), 0, ((8, 20), (60, 70)))),
+        ("model.layers.2.mlp.down_proj.weight", mlp.down_proj, Piece((64, 96), 1, ((0, 48),))),
+        (EMBEDDING, hf.model.embed_tokens, Piece((320, 64), 0, ((100, 320),), copies=2)),
+    ):
+        lengths = list(piece.shape)
+        lengths[piece.dim] = sum(stop - start for start, stop in piece.intervals)
+        module.weight = nn.Parameter(torch.empty(lengths, device="meta"))
+        pieces[name] = piece
+    hf.lm_head.weight = hf.model.embed_tokens.weight
+    return hf, pieces, known
+
+
+def assert_is_part_of(hf: Any, whole: dict[str, Tensor], pieces: dict[str, Piece]) -> None:
+    names = [name for name, _ in hf.named_parameters()]
+    assert len(names) > 8
+    for name, parameter in hf.named_parameters():
+        right = whole[name]
+        if piece := pieces.get(name):
+            right = torch.cat([right.narrow(piece.dim, start, stop - start) for start, stop in piece.intervals], piece.dim)
+        assert torch.equal(parameter, right), name
+
+
+@pytest.mark.parametrize("source", ["files", "drawn"])
+def test_a_stage_holds_its_part_of_the_same_model(tiny_models: dict[str, str], source: str) -> None:
+    folder = tiny_models["gemma3"]
+    hf, pieces, known = last_stage(folder)
+    model.materialize(hf, hf, CPU)
+    if source == "files":
+        model.load_weights(hf, folder, pieces, known)
+        assert_is_part_of(hf, dict(theirs(folder).named_parameters()), pieces)
+    else:
+        model.draw_weights(hf, 3, pieces)
+        assert_is_part_of(hf, drawn(folder, 3, 1), pieces)
+
+
+def test_a_stage_knows_what_the_others_read(tiny_models: dict[str, str], tmp_path: Path) -> None:
+    folder = copied(tiny_models["gemma3"], tmp_path / "m")
+    rewrite(folder, lambda tensors: tensors | {"model.layers.7.mlp.up_proj.weight": torch.ones(1)})
+    hf, pieces, known = last_stage(str(folder))
+    model.materialize(hf, hf, CPU)
+    with pytest.raises(UserError, match=r"holds 1 weights .*'model\.layers\.7"):
+        model.load_weights(hf, str(folder), pieces, known)

@@ -15,11 +15,12 @@ from torch import nn
 from ascendfactory.core.plan import Layout
 from ascendfactory.core.recipe import Optim, Warmup
 from ascendfactory.engine.mesh import Mesh, make_mesh
-from ascendfactory.engine.optim import Optimizer, local, lr_at, warmup_steps
+from ascendfactory.engine.optim import Optimizer, lr_at, warmup_steps
 from ascendfactory.engine.parallel.fsdp import apply_fsdp
+from ascendfactory.engine.parallel.pieces import local
 from tests.pool import Pool
 
-ALONE = Mesh(torch.device("cpu"), rank=0, size=1, dp=None)
+ALONE = Mesh(torch.device("cpu"))
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -96,7 +97,7 @@ def test_weight_decay_is_for_matrices_only() -> None:
     optim = Optim(lr=0.1, warmup=warmup(0), schedule="constant", weight_decay=0.5)
     net = Net()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
-    optimizer = Optimizer(net, optim, 10, ALONE, 1)
+    optimizer = Optimizer(net, optim, Layout(), 10, ALONE)
     assert set(optimizer.parameters) == {"first.weight", "first.bias", "norm.weight", "norm.bias", "second.weight"}
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -110,7 +111,7 @@ def test_equals_torch_adamw_with_clip_grad_norm() -> None:
     """Ten steps with a schedule and clipping, beside torch.optim.AdamW (not fused) and torch's clipping."""
     optim = Optim(lr=0.05, warmup=warmup(3), weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6, max_grad_norm=0.7)
     mine, theirs = Net(), Net()
-    optimizer = Optimizer(mine, optim, 10, ALONE, 1)
+    optimizer = Optimizer(mine, optim, Layout(), 10, ALONE)
     trained = [p for p in theirs.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1}, {"params": [p for p in trained if p.ndim == 1]}]
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.0, foreach=False, fused=False)
@@ -138,7 +139,7 @@ def test_equals_torch_adamw_with_clip_grad_norm() -> None:
 def test_clipping_scales_only_above_the_limit(limit: float, factor: float) -> None:
     """With beta2 = beta1 = 0 the moments after a step are the clipped gradient and its square."""
     net = nn.Linear(2, 2, bias=False)
-    optimizer = Optimizer(net, Optim(max_grad_norm=limit, beta1=0.0, beta2=0.0), 1, ALONE, 1)
+    optimizer = Optimizer(net, Optim(max_grad_norm=limit, beta1=0.0, beta2=0.0), Layout(), 1, ALONE)
     net.weight.grad = torch.full((2, 2), 2.0)
     norm = optimizer.gradient_norm(0.0)[1]
     assert norm == pytest.approx(4.0)
@@ -155,14 +156,14 @@ def test_moments_resume_to_the_bit() -> None:
             optimizer.step(step, optimizer.gradient_norm(0.0)[1])
 
     whole = Net()
-    train(whole, Optimizer(whole, optim, 6, ALONE, 1), range(6))
+    train(whole, Optimizer(whole, optim, Layout(), 6, ALONE), range(6))
 
     first, second = Net(), Net()
-    before = Optimizer(first, optim, 6, ALONE, 1)
+    before = Optimizer(first, optim, Layout(), 6, ALONE)
     train(first, before, range(3))
     assert before.num_updates == 3
     second.load_state_dict(first.state_dict())
-    after = Optimizer(second, optim, 6, ALONE, 1)
+    after = Optimizer(second, optim, Layout(), 6, ALONE)
     for name, tensor in after.moments().items():
         assert not tensor.any()
         tensor.copy_(before.moments()[name])
@@ -174,18 +175,18 @@ def test_moments_resume_to_the_bit() -> None:
 
 
 def test_norm_without_gradients_is_zero() -> None:
-    assert Optimizer(Net(), Optim(), 1, ALONE, 1).gradient_norm(1.5) == (1.5, 0.0)
+    assert Optimizer(Net(), Optim(), Layout(), 1, ALONE).gradient_norm(1.5) == (1.5, 0.0)
 
 
 def sharded_steps(size: int, replicate: int) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Three steps of a net whose gradients are summed over ranks, each rank with its own rows; norms, whole weights."""
     layout = Layout(dp=size, replicate=replicate)
-    mesh = make_mesh(layout, "cpu", grouped=size > 1)
+    mesh = make_mesh(layout, "cpu", sharded=size > 1)
     net = Net()
-    if mesh.dp is not None:
-        apply_fsdp(net, [], mesh.dp, layout, torch.float32)
+    if mesh.fsdp is not None:
+        apply_fsdp(net, [], mesh.fsdp, layout, torch.float32)
     optim = Optim(lr=0.05, warmup=warmup(0), max_grad_norm=0.5)
-    optimizer = Optimizer(net, optim, 3, mesh, replicate)
+    optimizer = Optimizer(net, optim, layout, 3, mesh)
     norms = []
     for step in range(3):
         rows = inputs(step, rows=8).chunk(size)[mesh.rank]
@@ -211,12 +212,12 @@ def test_norm_and_updates_on_two_ranks_equal_one(pool: Pool, size: int, replicat
 def norm_of_one_row(replicate: int) -> tuple[float, int]:
     """A net of one output row: the second rank holds nothing of it."""
     layout = Layout(dp=2, replicate=replicate)
-    mesh = make_mesh(layout, "cpu", grouped=True)
+    mesh = make_mesh(layout, "cpu", sharded=True)
     net = nn.Linear(4, 1, bias=False)
     nn.init.ones_(net.weight)
-    assert mesh.dp is not None
-    apply_fsdp(net, [], mesh.dp, layout, torch.float32)
-    optimizer = Optimizer(net, Optim(), 1, mesh, replicate)
+    assert mesh.fsdp is not None
+    apply_fsdp(net, [], mesh.fsdp, layout, torch.float32)
+    optimizer = Optimizer(net, Optim(), layout, 1, mesh)
     net(torch.full((1, 4), 2.0)).sum().backward()
     elements = local(next(net.parameters())).numel()
     norm = optimizer.gradient_norm(0.0)[1]
@@ -230,4 +231,4 @@ def test_a_rank_without_a_row_takes_part(pool: Pool) -> None:
 
 def test_a_wrong_number_of_processes_is_named() -> None:
     with pytest.raises(ValueError, match="the plan is for 2 processes, but 1 were started"):
-        make_mesh(Layout(dp=2), "cpu", grouped=True)
+        make_mesh(Layout(dp=2), "cpu", sharded=True)

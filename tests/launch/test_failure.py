@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ascendfactory.engine.position import Position
 from ascendfactory.launch.failure import exit_code, failure_event, own_words
 
 TORCHRUN = """\
@@ -48,3 +49,17 @@ def test_only_the_ranks_own_words_are_told() -> None:
 def test_a_crash_without_words_still_says_where_to_look() -> None:
     event = failure_event(139, [], Path("log"))
     assert event["text_en"] == "training crashed inside native code (segmentation fault); the whole log: log"
+
+
+def test_a_killed_rank_is_named_with_its_last_position(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    position = Position(tmp_path, 0)
+    position.set(12, "update")
+    position.set(13, "compute")
+    position.close()
+    event = failure_event(137, report(-9), tmp_path / "logs" / "attempt-1.log")
+    assert event["rank"] == 0
+    assert event["text_en"].startswith(
+        "rank 0 killed: most often the machine ran out of memory; it was at the forward and backward pass of step 13; the whole log: "
+    )
+    assert "当时处于第 13 步的前向与反向计算" in event["text_zh"]

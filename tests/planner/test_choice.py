@@ -30,7 +30,7 @@ plan = make_plan(load_recipe(text), launchable=False)
 used = resource.getrusage(resource.RUSAGE_SELF)
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))  # ru_maxrss would be that of the process that forked this one
 mib = int(status["VmHWM"].split()[0]) / 1024
-print(json.dumps([used.ru_utime + used.ru_stime, mib, plan.why[1], plan.layout.num_devices, plan.peak_bytes / 2**30]))
+print(json.dumps([used.ru_utime + used.ru_stime, mib, plan.why[1].en, plan.layout.num_devices, plan.peak_bytes / 2**30]))
 """
 
 

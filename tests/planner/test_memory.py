@@ -200,9 +200,10 @@ def test_the_terms_follow_the_layout(tiny_models: dict[str, str]) -> None:
     for name in ("weights", "gradients", "moments"):
         assert sharded[name] == whole[name] // 4
     assert of(Layout(dp=4, zero=1, num_micro=2))["gradients"] == whole["gradients"]
-    assert of(Layout(dp=4, zero=2))["gathered weights"] == 2 * card.num_params
+    assert of(Layout(dp=4, zero=1, num_micro=2))["reduced gradients"] == whole["gradients"] // 4
     embedding = card.vocab_size * card.hidden_size
     layer = (card.num_params - 2 * embedding - card.hidden_size) // card.num_layers
+    assert of(Layout(dp=4, zero=2))["gathered weights"] == 2 * (card.num_params + 2 * layer)
     assert sharded["gathered weights"] == 2 * (2 * layer + 2 * embedding)
     assert of(Layout(dp=4, micro_size=3))["activations"] == 3 * sharded["activations"]
     assert of(Layout(dp=4, recompute="full"))["activations"] < sharded["activations"]

@@ -16,10 +16,10 @@ from ascendfactory.core.load import load_recipe
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Plan
 from ascendfactory.core.recipe import Recipe
 from ascendfactory.planner.engines import ENGINES, engine_of
-from ascendfactory.planner.grid import grid_of
+from ascendfactory.planner.grid import SCHEDULES, grid_of
 from ascendfactory.planner.memory import Setting, memory_terms, peak_bytes, stage_terms
 from ascendfactory.planner.rules import illegal, legal
-from ascendfactory.planner.weights import stage_layers, stages_of
+from ascendfactory.planner.weights import even_sizes, layout_stages, stage_layers
 
 CARDS = {name: find_card(name) for name in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "llama-3.2-1b", "qwen2.5-vl-7b", "gemma3-27b")}
 CLUSTER = Cluster(device=find_device("snt9b"), nodes=2, nproc=8)
@@ -33,7 +33,9 @@ LAYOUTS = st.builds(
     sp=st.booleans(),
     pp=st.sampled_from([1, 1, 2, 3, 4, 40]),
     vpp=st.sampled_from([1, 1, 2, 30]),
-    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    schedule=st.sampled_from(SCHEDULES),
+    stage_layers=st.sampled_from([(), (), (30, 6), (6, 0, 12, 18), (16, 0)]),
+    overlap_chunks=st.sampled_from([1, 1, 2, 4]),
     ring=st.sampled_from([1, 1, 2, 3]),
     ulysses=st.sampled_from([1, 1, 2, 5]),
     ep=DEGREE,
@@ -59,7 +61,8 @@ def mended(recipe: Recipe, card: ModelCard, layout: Layout, fix: dict[str, Any])
     if overrides:
         data = recipe.data.model_copy(update={"seq_len": overrides.get("data.seq_len", recipe.data.seq_len)})
         batch = recipe.batch.model_copy(update={"global_size": overrides.get("batch.global_size", recipe.batch.global_size)})
-        recipe = recipe.model_copy(update={"data": data, "batch": batch})
+        optim = recipe.optim.model_copy(update={k.removeprefix("optim."): v for k, v in overrides.items() if k.startswith("optim.")})
+        recipe = recipe.model_copy(update={"data": data, "batch": batch, "optim": optim})
     decided: dict[str, Any] = {}
     if "dp" in autos:
         decided["dp"] = max(1, CLUSTER.num_devices // (layout.tp * layout.pp * layout.cp))
@@ -67,6 +70,8 @@ def mended(recipe: Recipe, card: ModelCard, layout: Layout, fix: dict[str, Any])
         decided["schedule"] = "interleaved" if layout.vpp > 1 else "1f1b"
     if "recompute_layers" in autos:
         decided["recompute_layers"] = 0
+    if "stage_layers" in autos:
+        decided["stage_layers"] = ()
     layout = layout.model_copy(update=decided)
     if "sp" in autos or (layout.sp and layout.tp == 1):
         layout = layout.model_copy(update={"sp": layout.tp > 1})
@@ -75,10 +80,11 @@ def mended(recipe: Recipe, card: ModelCard, layout: Layout, fix: dict[str, Any])
 
 
 @settings(max_examples=150, deadline=None)
-@given(LAYOUTS, st.sampled_from(sorted(CARDS)), st.sampled_from([96, 1000, 4096, 5000]), st.sampled_from([1, 16, 30]))
-def test_the_fixes_of_an_illegal_layout_lead_to_a_legal_one(layout: Layout, name: str, seq_len: int, rows: int) -> None:
+@given(LAYOUTS, st.sampled_from(sorted(CARDS)), st.sampled_from([96, 1000, 4096, 5000]), st.sampled_from([1, 16, 30]), st.booleans())
+def test_the_fixes_of_an_illegal_layout_lead_to_a_legal_one(layout: Layout, name: str, seq_len: int, rows: int, early: bool) -> None:
     card = CARDS[name]
-    recipe = recipe_of(f"--data.seq_len={seq_len}", f"--batch.global_size={rows}", f"--batch.micro_size={layout.micro_size}")
+    sizes = (f"--data.seq_len={seq_len}", f"--batch.global_size={rows}", f"--batch.micro_size={layout.micro_size}")
+    recipe = recipe_of(*sizes, f"--optim.in_backward={str(early).lower()}")
     for _ in range(12):
         found = illegal(recipe, card, CLUSTER, layout)
         if not found:
@@ -115,9 +121,10 @@ def setting_of(card: ModelCard, engine: str, *overrides: str) -> Setting:
 )
 def test_thousands_are_priced_as_one_is(layouts: list[Layout], name: str, engine: str, tuning: str) -> None:
     card = CARDS[name]
-    layouts = [layout for layout in layouts if layout.pp * layout.vpp <= card.num_layers]
-    assume(layouts)
     setting = setting_of(card, engine, f"--tuning={tuning}")
+    shapes = {"layers", "stage_layers", "schedule"}
+    layouts = [one for one in layouts if not shapes & {refusal.code for refusal in illegal(setting.recipe, card, CLUSTER, one)}]
+    assume(layouts)
     peaks = peak_bytes(setting, grid_of(layouts))
     for peak, layout in zip(peaks, layouts, strict=True):
         stages = [sum(term.num_bytes for term in terms) for terms in stage_terms(setting, layout)]
@@ -180,10 +187,11 @@ def test_savings_lower_their_term(flag: str, gone: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CARDS))
-def test_stages_hold_the_whole_model_once(name: str) -> None:
+@pytest.mark.parametrize("by_cost", [False, True])
+def test_stages_hold_the_whole_model_once(name: str, by_cost: bool) -> None:
     card = CARDS[name]
-    for pp, vpp in ((1, 1), (2, 1), (4, 2), (3, 1)):
-        stages = stages_of(card, pp, vpp)
+    for pp, vpp, schedule in ((1, 1, "1f1b"), (2, 1, "1f1b"), (4, 2, "interleaved"), (3, 1, "1f1b"), (4, 2, "zbv")):
+        stages = layout_stages(card, Layout(pp=pp, vpp=vpp, schedule=schedule), 4096, by_cost)
         held = sum(int(part.sum()) for part in (stages.split, stages.whole, stages.expert, stages.embedding, stages.head))
         copies = card.vocab_size * card.hidden_size if card.tied_embeddings and pp > 1 else 0
         assert held - copies == sum(weight.num_params for weight in parameter_shapes(card))
@@ -193,9 +201,58 @@ def test_stages_hold_the_whole_model_once(name: str) -> None:
 @given(st.integers(1, 130), st.integers(1, 16), st.integers(1, 8))
 def test_every_layer_has_one_stage(num_layers: int, pp: int, vpp: int) -> None:
     assume(pp * vpp <= num_layers)
-    stages = stage_layers(num_layers, pp, vpp)
+    stages = stage_layers(even_sizes(num_layers, pp * vpp), pp, vpp)
     assert sorted(layer for stage in stages for layer in stage) == list(range(num_layers))
     assert max(map(len, stages)) - min(map(len, stages)) <= vpp
+
+
+def test_explicit_stages_are_priced_as_written() -> None:
+    """Fewer layers on the first stage: its weights shrink by theirs, and the last, empty but for the head, keeps no layer's tensors."""
+    card = CARDS["qwen3-8b"]
+    setting = setting_of(card, "native")
+    layer = (card.num_params - 2 * card.vocab_size * card.hidden_size - card.hidden_size) // card.num_layers
+    even, skewed = (
+        [{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting, Layout(pp=4, num_micro=4, stage_layers=sizes))]
+        for sizes in ((9, 9, 9, 9), (6, 15, 15, 0))
+    )
+    assert even[0]["weights"] - skewed[0]["weights"] == 4 * 3 * layer
+    assert skewed[1]["weights"] - even[1]["weights"] == 4 * 6 * layer
+    assert skewed[3]["weights"] == 4 * (card.vocab_size + 1) * card.hidden_size
+    assert skewed[3]["activations"] < even[3]["activations"] // 8
+
+
+def test_a_v_has_both_ends_on_the_first_stage() -> None:
+    card = CARDS["qwen3-8b"]
+    stages = layout_stages(card, Layout(pp=4, vpp=2, schedule="zbv"), 4096, by_cost=False)
+    table = card.vocab_size * card.hidden_size
+    assert stages.embedding.tolist() == [table, 0, 0, 0]
+    assert stages.head.tolist() == [table + card.hidden_size, 0, 0, 0]
+    assert stages.inputs.tolist() == [1, 2, 2, 2]
+    assert stages.outputs.tolist() == [1, 2, 2, 2]
+    terms = [{t.name for t in stage} for stage in stage_terms(setting_of(card, "native"), Layout(pp=4, vpp=2, schedule="zbv", num_micro=8))]
+    assert ["logits" in names for names in terms] == [True, False, False, False]
+
+
+def test_an_optimizer_in_the_backward_pass_keeps_one_layers_gradients() -> None:
+    card = CARDS["qwen3-8b"]
+    whole, early = (
+        {t.name: t.num_bytes for t in stage_terms(setting_of(card, "native", f"--optim.in_backward={flag}"), Layout(dp=8))[0]}
+        for flag in ("false", "true")
+    )
+    assert whole["gradients"] == 4 * card.num_params // 8
+    assert early["gradients"] == 4 * 2 * card.vocab_size * card.hidden_size // 8 + 4 * card.hidden_size // 8
+    assert {name: size for name, size in early.items() if name != "gradients"} == {n: s for n, s in whole.items() if n != "gradients"}
+
+
+def test_a_stage_holds_buffers_of_every_micro_batch() -> None:
+    """As torch's pipeline stages do: on the first of four 1F1B stages 4 outputs in flight and 16 gradients to receive, on the last
+    16 inputs, one of which is in flight and counts as an activation."""
+    card = CARDS["qwen3-8b"]
+    layout = Layout(pp=4, num_micro=16, micro_size=2)
+    stages = [{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting_of(card, "native"), layout)]
+    unit = 2 * 4096 * 2 * card.hidden_size
+    assert [stage["stage buffers"] // unit for stage in stages] == [4 + 16, 3 + 16 + 16 - 3, 2 + 16 + 16 - 2, 16 - 1]
+    assert all("stage buffers" not in {t.name for t in stage} for stage in stage_terms(setting_of(card, "megatron"), layout))
 
 
 def test_megatron_states_are_18_bytes_or_6_and_12_shared() -> None:
@@ -231,6 +288,7 @@ def test_changing_a_layout_field_changes_the_native_job_or_is_refused(field: str
     card, recipe = CARDS["llama-3.2-1b"], recipe_of("--cluster=cpu")
     plain = Layout()
     others: dict[str, Any] = {"zero": 1, "sp": True, "schedule": "gpipe", "recompute": "full", "optim_dtype": "bfloat16"}
+    others["stage_layers"] = (16,)
     value = others.get(
         field, True if isinstance(getattr(plain, field), bool) else getattr(plain, field) + 1 if field not in others else None
     )

@@ -16,18 +16,19 @@ from ascendfactory.planner.tuned import Verdict, tuned_rows, verdicts
 
 
 def test_torchtitans_memory_tables() -> None:
-    """FSDP, context and tensor parallelism of Llama models: 5 % in the mean, 10 % at worst."""
-    errors = [abs(row.predicted_gib() / row.gib - 1) for row in memory_rows() if "pp" not in row.layout]
-    assert len(errors) == 9
+    """FSDP, context, tensor and pipeline parallelism of Llama models up to 405B: 5 % in the mean, 10 % at worst."""
+    errors = [abs(row.predicted_gib() / row.gib - 1) for row in memory_rows() if not ("pp" in row.layout and "ring" in row.layout)]
+    assert len(errors) == 14
     assert mean(errors) < 0.05
     assert max(errors) < 0.10
 
 
-def test_torchtitans_pipelines_need_more_than_is_predicted() -> None:
-    """A known gap, told in docs/en/planner.md: the 4-D rows of Llama 405B are predicted 8 to 22 % too low."""
-    errors = [row.predicted_gib() / row.gib - 1 for row in memory_rows() if "pp" in row.layout]
-    assert len(errors) == 3
-    assert all(-0.25 < error < 0 for error in errors)
+def test_pipelines_with_context_parallelism_vary_more_than_is_predicted() -> None:
+    """The same tokens a device under 1F1B: published as 75.3 to 84.9 GiB, predicted as one figure; see published_memory.toml."""
+    rows = [row for row in memory_rows() if "pp" in row.layout and "ring" in row.layout]
+    assert len(rows) == 3
+    assert sorted(abs(row.predicted_gib() / row.gib - 1) < 0.10 for row in rows) == [False, True, True]
+    assert all(abs(row.predicted_gib() / row.gib - 1) < 0.12 for row in rows)
 
 
 @cache
@@ -41,15 +42,15 @@ def left_out() -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b pretrain", "deepseek-v3 pretrain", "qwen3-30b-a3b sft 256k"])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b pretrain", "deepseek-v3 pretrain", "qwen3-30b-a3b sft 256k", "qwen3-32b sft 256k"])
 def test_published_speeds_within_15_percent(name: str) -> None:
-    """Three of the published six rows. The length of documents in the 256k rows is not in the source: 16384 is assumed, and was chosen
+    """Four of the published six rows. The length of documents in the 256k rows is not in the source: 16384 is assumed, and was chosen
     after comparing it with 4096 with these rows in view, so they are not a clean test; docs/en/planner.md shows other lengths."""
     assert left_out()[name] == pytest.approx(1, abs=0.15)
 
 
 def test_no_speed_is_off_by_more_than_a_quarter() -> None:
-    """Two of the published rows miss 15 %: Qwen3-8B by about 23 %, Qwen3-32B at 256k by about 16 %; see docs/en/planner.md."""
+    """One fitted row of the published ones misses 15 %: Qwen3-8B by about 19 %; see docs/en/planner.md."""
     for name, ratio in left_out().items():
         assert ratio == pytest.approx(1, abs=0.25), name
 
@@ -104,7 +105,7 @@ def test_hand_tuned_layouts_are_accepted_or_explained() -> None:
     for verdict in opinions():
         assert verdict.broken == [], verdict.row.script
         assert verdict.fits or verdict.reason
-    assert not [v.row.script for v in opinions() if v.reason.startswith("unexplained")]
+    assert not [v.row.script for v in opinions() if v.reason and v.reason.en.startswith("unexplained")]
     assert sum(v.fits for v in opinions()) >= 60
 
 

@@ -108,7 +108,7 @@ def test_recomputation_only_when_needed() -> None:
     tight = plan_of(cluster_of(8, 40), "--data.seq_len=4096", "--batch.global_size=8")
     assert roomy.layout.recompute == "none"
     assert tight.layout.recompute == "full"
-    assert any("recompute full" in reason for reason in tight.why)
+    assert any("recompute full" in reason.en for reason in tight.why)
 
 
 def test_micro_batches_grow_up_to_enough_tokens() -> None:

@@ -120,8 +120,8 @@ def test_the_fit_finds_what_made_the_samples() -> None:
 def test_a_prediction_says_what_it_rests_on() -> None:
     measured = factor_of(setting_of(engine="mindspeed_llm"), modelled_seconds)
     borrowed = factor_of(setting_of(engine="native"), modelled_seconds)
-    assert "9 measured rows on npu" in measured.basis
-    assert "of other engines" in borrowed.basis
+    assert "9 measured rows on npu" in measured.basis.en
+    assert "of other engines" in borrowed.basis.en
     assert borrowed.band >= 0.35 > measured.band >= 0.1
 
 
@@ -142,9 +142,9 @@ def test_a_run_teaches_the_next_prediction(tmp_path: Path) -> None:
     setting = Setting(first.card, first.recipe, first.cluster, first.dtype, engine_of("native"))
     learned = factor_of(setting, modelled_seconds, [row])
     assert predict(setting, first.layout, learned).step_s == pytest.approx(row.step_s)
-    assert "1 of your own runs" in plan_in(tmp_path).prediction.basis
+    assert "1 of your own runs" in plan_in(tmp_path).prediction.basis.en
     other = setting_of("qwen3-8b")
-    assert "own runs" not in factor_of(other, modelled_seconds, [row]).basis
+    assert "own runs" not in factor_of(other, modelled_seconds, [row]).basis.en
 
 
 def test_a_damaged_line_of_measurements_is_passed_over(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 
 from ascendfactory.catalog.read import find_card
+from ascendfactory.catalog.tables import support
 from ascendfactory.cli.recipes import read_recipe
+from ascendfactory.core.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = sorted((ROOT / "tests" / "golden" / "plans").glob("*.json"))
@@ -33,6 +35,19 @@ def test_every_tick_has_a_recipe_and_no_recipe_is_left_over() -> None:
     assert len(wanted) > 120
     planned = {stem for path in GOLDEN for stem in json.loads(path.read_text(encoding="utf-8"))}
     assert planned == wanted
+
+
+def test_no_tick_of_the_tables_is_forgotten() -> None:
+    """Read from the shipped table itself, model by model, without the generator's way through the cards."""
+    module = generator()
+    ticked = {(row.model, stage) for row in support() for stage in row.stages}
+    assert {stage for _, stage in ticked} == set(module.STAGES)
+    found = set()
+    for path in (ROOT / "recipes").glob("*_4k.yaml"):
+        recipe = load_recipe(path.read_text(encoding="utf-8"))
+        kind, tuning = recipe.objective.kind, recipe.tuning.kind
+        found.add((find_card(recipe.model.path).name, f"sft_{tuning}" if kind == "sft" else kind))
+    assert ticked == found
 
 
 def test_every_recipe_loads_and_its_data_are_here() -> None:

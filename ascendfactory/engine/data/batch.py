@@ -77,3 +77,8 @@ def assemble(rows: Sequence[Row], pad_id: int, *, multiple: int, min_width: int 
     trained_at = np.flatnonzero(labels != IGNORED)
     tensors = [torch.from_numpy(array) for array in (input_ids, labels, positions, documents, trained_at)]
     return MicroBatch(tensors[0], tensors[1], tensors[2], tensors[3], tensors[4], lengths)
+
+
+def count_trained_tokens(batches: Sequence[MicroBatch]) -> int:
+    """Positions of the micro-batches that have a label."""
+    return sum(len(batch.trained_at_N) for batch in batches)

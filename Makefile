@@ -18,7 +18,7 @@ LF_VENV    := .venv-llamafactory
 # What the chat and the answers are of.
 MODEL ?= demo/run/export
 
-.PHONY: help setup demo chat test lint format bench docs clean
+.PHONY: help setup demo chat test test-parallel lint format bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 \t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 19
@@ -55,8 +55,11 @@ demo: $(READY_DEMO)  ## train SmolLM2-135M on a CPU, and show its answers before
 chat: $(READY)  ## talk to the demo's model (another: MODEL=folder)
 	@$(VENV)/bin/ascendfactory chat $(MODEL)
 
-test: $(READY)  ## the tests
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest
+test: $(READY)  ## the tests (those of the parallel engine in full: make test-parallel)
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m "not parallel"
+
+test-parallel: $(READY)  ## every layout, schedule and way to save memory against one process; renews docs/*/layouts.md
+	HF_HUB_OFFLINE=1 WRITE_LAYOUTS=1 $(PYTHON) -m pytest -m parallel
 
 lint: $(READY)  ## ruff, mypy and the rules of who may import whom
 	$(VENV)/bin/ruff check .
@@ -81,6 +84,7 @@ bench: $(READY_DEMO) $(LF_VENV)/bin/python  ## every benchmark, side by side wit
 docs: $(READY)  ## write the generated pages of docs/ anew
 	$(PYTHON) docs/generate_models.py
 	$(PYTHON) docs/generate_recipe.py
+	$(PYTHON) docs/generate_features.py
 	$(PYTHON) docs/generate_planner.py
 
 clean:  ## remove caches and the demo's run; environments, models and runs/ stay

@@ -54,7 +54,8 @@ def clocked(work: Any) -> tuple[float, float]:
 def pairs(folder: Path, num_pairs: int, num_rows: int) -> list[dict[str, tuple[float, float]]]:
     """(wall, CPU) seconds of our step and of the bare one, pair by pair."""
     from ascendfactory.engine.build import build
-    from ascendfactory.engine.objective.causal_lm import count_trained_tokens
+    from ascendfactory.engine.data.batch import count_trained_tokens
+    from ascendfactory.engine.parallel.context import cut
     from ascendfactory.engine.trainer import StopSignal, train_step
 
     data = folder / "data.jsonl"
@@ -68,10 +69,10 @@ def pairs(folder: Path, num_pairs: int, num_rows: int) -> list[dict[str, tuple[f
         here = run.data.state_dict()
         batches = run.data.next_step()
         run.data.load_state_dict(here)
-        num_trained = count_trained_tokens(batches)
+        num_trained, local = count_trained_tokens(batches), [cut(batch, run.mesh) for batch in batches]
         work = {
             "ours": lambda: run.reporter.step(train_step(run, stop)),
-            "bare": lambda batches=batches, num_trained=num_trained: bare.step(batches, num_trained),
+            "bare": lambda local=local, num_trained=num_trained: bare.step(local, num_trained),
         }
         order = list(work) if number % 2 else list(reversed(work))
         measured.append({name: clocked(work[name]) for name in order})

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ascendfactory.catalog.read import features
 
 DOCS = Path(__file__).resolve().parent
 
 
-@dataclass(frozen=True)
-class Here:
+class Here(NamedTuple):
     """Our side of a feature: recipe keys that turn it on, a test that proves it, and what there is to say."""
 
     keys: tuple[str, ...]
@@ -32,15 +31,13 @@ HERE: dict[tuple[str, str], Here] = {
         "on by default; documents of a row never see each other",
         "默认开启；同一行的文档互不可见",
     ),
-    ("pretraining", "Tensor Parallelism"): Here(
-        ("layout.tp",), _TENSOR, "also above the number of key/value heads", "可大于键值头数"
-    ),
+    ("pretraining", "Tensor Parallelism"): Here(("layout.tp",), _TENSOR, "also above the number of key/value heads", "可大于键值头数"),
     ("pretraining", "Pipeline Parallelism"): Here(
         ("layout.pp", "layout.schedule"), "tests/engine/test_pipeline.py", "stages are cut by cost", "按代价切分各级"
     ),
     ("pretraining", "Virtual Pipeline Parallelism"): Here(
         ("layout.vpp", "layout.schedule"),
-        "tests/engine/test_pipeline.py",
+        "tests/parity/test_layouts.py",
         "interleaved, zero-bubble, ZBV and DualPipeV; checkpoints do not depend on it",
         "支持 interleaved、zero-bubble、ZBV、DualPipeV；检查点与之无关",
     ),
@@ -55,10 +52,13 @@ HERE: dict[tuple[str, str], Here] = {
         ("layout.ring",), _RING, "no masked block is computed; documents are balanced", "不计算被遮挡的块；按文档均衡"
     ),
     ("pretraining", "Ulysses Long-Sequence Parallelism"): Here(
-        ("layout.ulysses",), _RING, "also with fewer key/value heads than the degree", "键值头数可少于并行度"
+        ("layout.ulysses",),
+        "tests/engine/test_context.py::test_equals_dense_softmax",
+        "also with fewer key/value heads than the degree",
+        "键值头数可少于并行度",
     ),
     ("pretraining", "Hybrid Long-Sequence Parallelism"): Here(
-        ("layout.ring", "layout.ulysses"), _RING, "any product of both", "两者可任意相乘"
+        ("layout.ring", "layout.ulysses"), "tests/parity/test_layouts.py", "any product of both", "两者可任意相乘"
     ),
     ("pretraining", "MoE Expert Parallelism"): Here(
         ("layout.ep",),
@@ -78,7 +78,9 @@ HERE: dict[tuple[str, str], Here] = {
         "FSDP keeps one fp32 shard and casts while gathering, so there is no second copy to share; without FSDP: bf16 + 16-bit rest, exact",
         "FSDP 只保留一份 fp32 分片并在收集时转换，没有第二份可共享；无 FSDP 时为 bf16 加 16 位余数，精确无损",
     ),
-    ("pretraining", "Distributed Optimizer"): Here(("layout.zero",), "tests/parity/test_processes.py", "ZeRO 1, 2, 3 and HSDP", "ZeRO 1、2、3 与 HSDP"),
+    ("pretraining", "Distributed Optimizer"): Here(
+        ("layout.zero",), "tests/parity/test_processes.py::test_sharding", "ZeRO 1, 2, 3 and HSDP", "ZeRO 1、2、3 与 HSDP"
+    ),
     ("pretraining", "Swap Attention"): Here(
         ("layout.offload_activations",), "tests/engine/test_offload.py", "prefetched one layer ahead", "提前一层预取"
     ),
@@ -89,20 +91,27 @@ HERE: dict[tuple[str, str], Here] = {
         "整层、选择性或每级前 n 层；由规划器选择",
     ),
     ("pretraining", "Norm Recompute"): Here(
-        ("layout.recompute",), "tests/engine/test_recompute.py", "recompute: norm, the MLP's activation included", "recompute: norm，含 MLP 激活"
+        ("layout.recompute",),
+        "tests/engine/test_recompute.py",
+        "recompute: norm, the MLP's activation included",
+        "recompute: norm，含 MLP 激活",
     ),
     ("pretraining", "O2 BF16 Optimizer"): Here(
-        ("layout.optim_dtype",), "tests/engine/test_optim.py", "with stochastic rounding", "带随机舍入"
+        ("layout.optim_dtype",),
+        "tests/engine/test_optim_options.py::test_bf16_moments_stay_near_fp32_ones",
+        "with stochastic rounding",
+        "带随机舍入",
     ),
     ("pretraining", "Flash Attention"): Here(
         (), "tests/engine/test_attention.py", "always; the kernel of the device, no setting", "始终开启；用设备自己的算子，无需设置"
     ),
     ("pretraining", "Flash Attention Variable Length"): Here(
-        (), "tests/engine/test_attention.py", "always; cost is the sum of squares of document lengths", "始终开启；计算量为各文档长度的平方和"
+        (),
+        "tests/engine/test_attention.py",
+        "always; cost is the sum of squares of document lengths",
+        "始终开启；计算量为各文档长度的平方和",
     ),
-    ("pretraining", "Fused RMSNorm"): Here(
-        (), "tests/engine/test_kernels.py", "always; keeps the input only", "始终开启；只保留输入"
-    ),
+    ("pretraining", "Fused RMSNorm"): Here((), "tests/engine/test_kernels.py", "always; keeps the input only", "始终开启；只保留输入"),
     ("pretraining", "Fused SwiGLU"): Here(
         (), "tests/engine/test_kernels.py", "always; the product is formed again in the backward pass", "始终开启；反向时重新计算乘积"
     ),
@@ -119,13 +128,22 @@ HERE: dict[tuple[str, str], Here] = {
         "专家的分组矩阵乘随专家并行而来，本版本的内置引擎尚无",
     ),
     ("pretraining", "Matmul Add"): Here(
-        (), "tests/engine/test_kernels.py", "weight gradients are summed in fp32", "权重梯度以 fp32 累加"
+        (),
+        "tests/engine/test_gradients.py::test_the_second_micro_batch_makes_no_tensor_of_a_weights_size",
+        "always; the product of a later micro-batch is added to the gradient inside the matrix product",
+        "始终开启；后续微批的乘积在矩阵乘内直接加到梯度上",
     ),
     ("pretraining", "Gradient Reduce Communication Overlap"): Here(
-        ("layout.zero",), "tests/parity/test_processes.py", "FSDP2 reduces a layer while the one before it is computed", "FSDP2 在计算前一层时归约本层"
+        ("layout.zero",),
+        "tests/parity/test_processes.py",
+        "FSDP2 reduces a layer while the one before it is computed",
+        "FSDP2 在计算前一层时归约本层",
     ),
     ("pretraining", "Recompute in Advance"): Here(
-        ("layout.recompute", "layout.pp"), "tests/engine/test_pipeline.py", "", ""
+        ("layout.recompute_in_advance",),
+        "tests/engine/test_pipeline.py::test_layers_run_again_before_the_gradient_is_waited_for",
+        "a stage that waits for a gradient computes its layers again meanwhile",
+        "等待梯度的流水级同时完成重算",
     ),
     ("pretraining", "Weight All-Gather Communication Overlap"): Here(
         ("layout.zero",), "tests/parity/test_processes.py", "the next layer is gathered while this one is computed", "计算本层时收集下一层"
@@ -133,32 +151,35 @@ HERE: dict[tuple[str, str], Here] = {
     ("pretraining", "MC2"): Here(
         ("layout.overlap_chunks",),
         _TENSOR,
-        "an Ascend kernel; the portable form is CoC's, the next row",
-        "属昇腾专用算子；可移植的形式即下一行的 CoC",
+        "an Ascend kernel, called on NPUs where sp is off; the portable form is CoC's, the next row",
+        "属昇腾专用算子，在 NPU 上且 sp 关闭时调用；可移植的形式即下一行的 CoC",
     ),
-    ("pretraining", "CoC"): Here(
-        ("layout.overlap_chunks",), _TENSOR, "pieces travel while others are multiplied", "一段传输时计算另一段"
-    ),
+    ("pretraining", "CoC"): Here(("layout.overlap_chunks",), _TENSOR, "pieces travel while others are multiplied", "一段传输时计算另一段"),
     ("pretraining", "Ascend Gloo Archive-to-Drive Optimization"): Here(
         ("checkpoint.asynchronous",),
         "tests/engine/test_checkpoint.py",
         "nothing is gathered for a save: every process writes its own part",
         "保存时不做收集：各进程写自己的部分",
     ),
-    ("finetuning", "Single-Sample Fine-Tuning"): Here(("data.packing",), "tests/engine/data/test_loader.py", "packing: false", "packing: false"),
-    ("finetuning", "Multi-Sample Pack Fine-Tuning"): Here(("data.packing",), "tests/parity/test_independent.py", "on by default", "默认开启"),
+    ("finetuning", "Single-Sample Fine-Tuning"): Here(
+        ("data.packing",), "tests/engine/data/test_loader.py", "packing: false", "packing: false"
+    ),
+    ("finetuning", "Multi-Sample Pack Fine-Tuning"): Here(
+        ("data.packing",), "tests/parity/test_independent.py", "on by default", "默认开启"
+    ),
     ("finetuning", "Multi-Turn Conversation Fine-Tuning"): Here(
-        ("objective.train_on",), "tests/engine/data/test_chat.py", "exact at the token, from the model's own template", "按模型自带模板，精确到词元"
+        ("objective.train_on",),
+        "tests/engine/data/test_chat.py",
+        "exact at the token, from the model's own template",
+        "按模型自带模板，精确到词元",
     ),
     ("finetuning", "CCLoRA"): Here(
         ("tuning",),
-        _TENSOR,
+        "tests/engine/test_tensor.py::test_adapters_send_nothing_more",
         "one gathered input for base and adapter; B(Ax) or (W + BA)x, whichever costs less",
         "主干与适配器共用一份收集的输入；在 B(Ax) 与 (W + BA)x 中取较省者",
     ),
-    ("finetuning", "Long-Sequence CP"): Here(
-        ("layout.ring", "layout.ulysses"), _RING, "packed rows too", "拼接的行同样支持"
-    ),
+    ("finetuning", "Long-Sequence CP"): Here(("layout.ring", "layout.ulysses"), _RING, "packed rows too", "拼接的行同样支持"),
 }
 ENGLISH = """# Features
 

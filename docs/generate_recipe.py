@@ -89,7 +89,8 @@ MEANINGS: dict[str, str | tuple[str, str]] = {
     "layout.sp": "序列并行：归一化层也沿 tp 切分；auto 为 tp 大于 1 时开启",
     "layout.pp": "流水线级数",
     "layout.vpp": "每级的虚拟块数",
-    "layout.schedule": "流水线中微批的次序：gpipe、1f1b；vpp 大于 1 时 interleaved 或 zero_bubble（用权重梯度填空泡），vpp 为 2 时还有 V 形的 zbv 与 dualpipev；auto 在 vpp 大于 1 时为 interleaved",
+    "layout.schedule": "流水线中微批的次序：gpipe、1f1b；vpp 大于 1 时 interleaved 或 zero_bubble（用权重梯度填空泡），"
+    "vpp 为 2 时还有 V 形的 zbv 与 dualpipev；auto 在 vpp 大于 1 时为 interleaved",
     "layout.stage_layers": "每个流水线块的层数，按模型顺序（共 pp x vpp 个数；0 为空块）；auto 按代价切分",
     "layout.overlap_chunks": "张量并行：一层的输入与输出分几段传输，边传边算；1 为不重叠",
     "layout.ring": "环形上下文并行度",

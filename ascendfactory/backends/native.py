@@ -13,6 +13,8 @@ from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, Ppo, Pretrain, Reci
 from ascendfactory.core.stages import SPLIT_BACKWARD, schedule_problem
 
 STEP_MARK = "@step "
+SHUTDOWN_S = 10  # after one rank is lost the others get SIGTERM, and SIGKILL this much later: they may wait inside a collective
+
 
 class Native:
     """The engine that ships with AscendFactory."""
@@ -27,7 +29,8 @@ class Native:
         """The job that runs the plan: one process, or torchrun with one process a device."""
         module = ["-m", "ascendfactory.engine", str(PurePosixPath(plan.run_dir) / "plan.json")]
         nproc, restarts = plan.cluster.nproc, plan.recipe.cluster.restarts
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), "--max-restarts", str(restarts)]
+        ends = ["--max-restarts", str(restarts), "--shutdown-timeout", str(SHUTDOWN_S)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *ends]
         return Job(
             files={"plan.json": plan.model_dump_json(indent=2) + "\n"},
             argv=[sys.executable, *(torchrun if nproc > 1 or restarts else []), *module],

@@ -127,10 +127,10 @@ def _unknown_key(where: str, key: str, parent: type[BaseModel] | None) -> UserEr
             return UserError(
                 where,
                 f"not a setting of kind '{kind_of(parent) if parent else ''}'; it belongs to {_join(owners)}",
-                f"不属于 '{kind_of(parent) if parent else ''}'，它是 {_join(owners)} 的设置",
+                f"不属于 '{kind_of(parent) if parent else ''}'，它是 {_join_zh(owners)} 的设置",
             )
         return UserError(where, f"unknown key here; did you mean '{elsewhere[0]}'?", f"此处没有这个键，是否想写 '{elsewhere[0]}'？")
-    return UserError(where, f"unknown key; the keys here are {_join(here)}", f"未知的键，此处可用：{_join(here)}")
+    return UserError(where, f"unknown key; the keys here are {_join(here)}", f"未知的键，此处可用：{_join_zh(here)}")
 
 
 def _kinds_with(key: str, parent: type[BaseModel] | None) -> list[type[BaseModel]]:
@@ -146,7 +146,7 @@ def _missing_kind(where: str, node: Node | None, value: Any) -> UserError:
     return UserError(
         f"{where}.kind",
         f"is missing; with the keys {_join(sorted(written)) or 'given'} it can be {_join(fitting)}",
-        f"缺少此项；按已写的键，可为 {_join(fitting)}",
+        f"缺少此项；按已写的键，可为 {_join_zh(fitting)}",
     )
 
 
@@ -176,6 +176,16 @@ def _join(words: Iterable[str]) -> str:
     return ", ".join(words)
 
 
+def _join_zh(words: Iterable[str]) -> str:
+    return "、".join(words)
+
+
+def _or_zh(words: Iterable[str]) -> str:
+    """Choices in Chinese; a space keeps Latin letters off the conjunction."""
+    joined = "或".join(words)
+    return re.sub(r"(?<=[0-9A-Za-z])或", " 或", re.sub(r"或(?=[0-9A-Za-z])", "或 ", joined))
+
+
 def _words(node: Node | None) -> list[str]:
     """The words that may stand at a node."""
     if node is None:
@@ -190,8 +200,8 @@ def expected(node: Node | None) -> tuple[str, str]:
         return "a value of another type", "其他类型的值"
     parts = [_expected_one(Node(c.annotation, c.metadata or node.metadata)) for c in node.choices() if not _is_kind(c)]
     if kinds := [kind for c in node.sections() if (kind := kind_of(c))]:
-        return f"one of {_join(kinds)}", f"以下之一：{_join(kinds)}"
-    return " or ".join(en for en, _ in parts), "或".join(zh for _, zh in parts)
+        return f"one of {_join(kinds)}", f"以下之一：{_join_zh(kinds)}"
+    return " or ".join(en for en, _ in parts), _or_zh(zh for _, zh in parts)
 
 
 def _is_kind(node: Node) -> bool:
@@ -201,8 +211,8 @@ def _is_kind(node: Node) -> bool:
 def _expected_one(node: Node) -> tuple[str, str]:
     kind = node.annotation
     if get_origin(kind) is Literal:
-        words = _join(str(w) for w in get_args(kind))
-        return (words, words) if len(get_args(kind)) == 1 else (f"one of {words}", f"以下之一：{words}")
+        words = [str(w) for w in get_args(kind)]
+        return (words[0], words[0]) if len(words) == 1 else (f"one of {_join(words)}", f"以下之一：{_join_zh(words)}")
     if kind in _WRITTEN_FORMS:
         return _WRITTEN_FORMS[kind]
     if kind is bool:
@@ -217,7 +227,7 @@ def _expected_one(node: Node) -> tuple[str, str]:
         return "null", "null"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         needed = [k for k, f in kind.model_fields.items() if f.is_required()] or list(kind.model_fields)
-        return f"a mapping with the key {_join(needed[:4])}", f"含有键 {_join(needed[:4])} 的映射"
+        return f"a mapping with the key {_join(needed[:4])}", f"含有键 {_join_zh(needed[:4])} 的映射"
     if get_origin(kind) is dict:
         return "a mapping of text to text", "文本到文本的映射"
     item = node.item()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
+import warnings
 from pathlib import Path
 
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan
+
+LAST_WAIT_S = 2.0
 
 
 def main(argv: list[str]) -> int:
@@ -19,14 +23,15 @@ def main(argv: list[str]) -> int:
     """
     plan = Plan.model_validate_json(Path(argv[1]).read_text(encoding="utf-8"))
     rank = os.environ.get("RANK", "0")
+    # torch 2.13 has its collectives under two names and warns of the older ones, once a process and place
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     try:
         from ascendfactory.engine.trainer import train_steps
 
         for _ in train_steps(plan):
             pass
     except UserError as error:
-        if rank == "0":
-            print(error.line(), file=sys.stderr, flush=True)
+        print(error.line(), file=sys.stderr, flush=True)  # each rank: one alone may see it (the launcher tells it once)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -36,6 +41,9 @@ def main(argv: list[str]) -> int:
         log = logs / f"failure-rank{rank}.txt"
         log.write_text(traceback.format_exc(), encoding="utf-8")
         print(f"rank {rank}: {type(error).__name__}: {error} ({log})", file=sys.stderr, flush=True)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            # this may be the answer to a partner's death, and torchrun must see that one first; its SIGTERM ends the wait
+            time.sleep(LAST_WAIT_S)
         return 1
     return 0
 

@@ -86,7 +86,19 @@ def build(plan: Plan) -> Run:
     pipeline = make_pipeline(plan, mesh, model)
     run_dir = Path(plan.run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", mesh, keep=recipe.checkpoint.keep, asynchronous=recipe.checkpoint.asynchronous)
-    return Run(plan, mesh, tokenizer, data, model, pipeline, optimizer, checkpoints, Reporter(run_dir, mesh.is_first), Position(run_dir, mesh.rank), num_steps)
+    return Run(
+        plan,
+        mesh,
+        tokenizer,
+        data,
+        model,
+        pipeline,
+        optimizer,
+        checkpoints,
+        Reporter(run_dir, mesh.is_first),
+        Position(run_dir, mesh.rank),
+        num_steps,
+    )
 
 
 def needs_fsdp(plan: Plan) -> bool:

@@ -167,7 +167,8 @@ class Checkpoints:
         """Waits for the save under way.
 
         Raises:
-            UserError: it failed; the checkpoints before it are untouched.
+            UserError: the disk refused it; the checkpoints before it are untouched.
+            RuntimeError: anything else, such as another process that is gone.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -175,7 +176,10 @@ class Checkpoints:
         try:
             pending.result()
         except (Exception, CheckpointException) as error:  # DCP's own is a BaseException
-            reason = _root_cause(error)
+            cause = _root_cause(error)
+            reason = (str(cause).strip() or type(cause).__name__).splitlines()[-1]
+            if not isinstance(cause, OSError) or isinstance(cause, ConnectionError):
+                raise RuntimeError(f"the checkpoint could not be written: {reason}; earlier ones are untouched") from error
             raise UserError(
                 str(self._root),
                 f"the checkpoint could not be written: {reason}; earlier ones are untouched; free space and start again",
@@ -270,11 +274,13 @@ def _quietly_alone() -> Iterator[None]:
         yield
 
 
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[-1]
+def _root_cause(error: BaseException) -> BaseException:
+    """What began a chain of errors; of those that several processes report, one of the disk."""
+    if isinstance(error, CheckpointException):
+        reported = [_root_cause(failure) for failure, _ in error.failures.values()]
+        return next((e for e in reported if isinstance(e, OSError)), reported[0] if reported else error)
+    inner = error.__cause__ or error.__context__
+    return _root_cause(inner) if inner else error
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class LateWork:
@@ -66,8 +66,8 @@ class Targets:
     """
 
     def __init__(self, *weights: Tensor | None) -> None:
-        # others (a weight's cast copy) would be kept alive for nothing
-        self._weights = [weight if weight is not None and weight.is_leaf and weight.requires_grad else None for weight in weights]
+        # others are not a model's own (a weight's cast copy, a tensor whose gradient is asked of torch.autograd.grad)
+        self._weights = [weight if isinstance(weight, nn.Parameter) and weight.requires_grad else None for weight in weights]
         self._late = _LATE.get()
 
     def is_late(self, number: int) -> bool:
@@ -118,7 +118,7 @@ class Targets:
         return True
 
     def _free(self, number: int) -> Any:
-        """The weight, if its gradient may be put in place by us: a leaf whose gradient nobody watches."""
+        """The weight, if its gradient may be put in place by us: a parameter whose gradient nobody watches."""
         weight = self._weights[number]
         if weight is None or weight._backward_hooks or weight._post_accumulate_grad_hooks:
             return None

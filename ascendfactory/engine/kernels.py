@@ -158,7 +158,7 @@ def apply_kernels(hf: nn.Module) -> nn.Module:
             continue
         elif type(module) is nn.Linear or _is_plain_lora(module):
             module.forward = MethodType(linear, module)
-        elif _is_plain_embedding(module):
+        elif is_plain_embedding(module):
             module.forward = MethodType(embedding, module)
     return hf
 
@@ -169,7 +169,8 @@ def _is_plain_gated(module: Any) -> bool:
     return plain and type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
-def _is_plain_embedding(module: Any) -> bool:
+def is_plain_embedding(module: Any) -> bool:
+    """Whether `embedding` does what a module does: an nn.Embedding without its rarer options."""
     return type(module) is nn.Embedding and module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
 
 

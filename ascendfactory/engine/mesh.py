@@ -124,7 +124,11 @@ def _join(device_kind: str, size: int) -> None:
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        timeout = timedelta(minutes=30)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun keeps its store when it starts all processes again: the addresses of those before must not be found there
+        attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=timeout)
 
 
 def _axis(mesh: DeviceMesh) -> Axis:

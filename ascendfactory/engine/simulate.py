@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ascendfactory.core.plan import Layout, Plan
 from ascendfactory.core.stages import chunks_of, layout_cut, model_costs
@@ -40,6 +41,7 @@ from ascendfactory.engine.objective.causal_lm import CausalLM
 from ascendfactory.engine.optim import Optimizer
 from ascendfactory.engine.parallel.context import LocalBatch, cut
 from ascendfactory.engine.parallel.fsdp import mark_micro_batch
+from ascendfactory.engine.parallel.pieces import local
 from ascendfactory.engine.parallel.pipeline import Pipeline
 
 DEPTHS = (2, 4)  # layers of the two traced models; of each chunk of a pipeline half as many
@@ -219,28 +221,32 @@ class _CountCollectives(TorchDispatchMode):
         super().__init__()
         self.received_bytes: Counter[str] = Counter()
         axes = {name: getattr(mesh, name).group for name in ("tp", "pp", "ring", "ulysses")}
-        if mesh.fsdp is not None:
-            names = mesh.fsdp.mesh_dim_names or ()
-            axes |= {"dp" if name == "shard" else name: mesh.fsdp.get_group(name) for name in names}
         self._axes = {group.group_name: name for name, group in axes.items() if group is not None}
+        shards = {name: mesh.fsdp.get_group(name) for name in mesh.fsdp.mesh_dim_names or ()} if mesh.fsdp is not None else {}
+        self._fsdp = {group.group_name: "dp" if name == "shard" else name for name, group in shards.items()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         if function.namespace in _COLLECTIVES and "wait" not in function._opname and "send" not in function._opname:
-            outputs = {id(t): t for t in tree_leaves(result) if isinstance(t, Tensor)}
-            if "recv" in function._opname:
-                outputs = {id(t): t for t in args[0]}
-            name = f"{_public(function._opname)} {self._axis([*args, *(kwargs or {}).values()])}"
+            # some hand their outputs back, others only fill what they were given first
+            filled = [t for t in tree_leaves(result) if isinstance(t, Tensor)] or tree_leaves(args[0])
+            outputs = {id(t): t for t in filled}
+            operation = _public(function._opname)
+            name = f"{operation} {self._axis(operation, [*args, *(kwargs or {}).values()])}"
             self.received_bytes[name] += sum(t.numel() * t.element_size() for t in outputs.values())
         return result
 
-    def _axis(self, args: list[Any]) -> str:
-        """The axis of the group among an operator's arguments; groups of a few devices of one axis, and of all, have no name."""
+    def _axis(self, operation: str, args: list[Any]) -> str:
+        """The axis of the group among an operator's arguments; groups of a few devices of one axis, and of all, have no name.
+
+        Where dp is 1, FSDP and context parallelism share a group: what gathers and reduces is FSDP's.
+        """
+        known = self._axes | self._fsdp if "gather" in operation or "reduce" in operation else self._fsdp | self._axes
         for value in args:
             if isinstance(value, torch.ScriptObject):
                 value = dist.ProcessGroup.unbox(value).group_name
-            if isinstance(value, str) and value in self._axes:
-                return self._axes[value]
+            if isinstance(value, str) and value in known:
+                return known[value]
         return "others"
 
 
@@ -251,31 +257,86 @@ def _public(operation: str) -> str:
     return next((name for name in known if name.replace("_", "") in flat), operation)
 
 
-class _Tracker(MemTracker):
-    """torch's tracker for a root that runs once a micro-batch, and for frozen parameters, which have no gradient to hook."""
+@dataclass(eq=False)
+class _Block:
+    """A storage: its size now, and what it is for (which may turn out later)."""
 
-    def __init__(self, root: torch.nn.Module) -> None:
+    kind: str
+    size: int = 0
+
+
+class _Memory(TorchDispatchMode):
+    """Follows the bytes of all storages that operators make, and remembers the fullest moment.
+
+    torch's own MemTracker measures every module as well, which makes a step several times as slow.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._root = root
+        self._blocks: dict[int, tuple[_Block, Any]] = {}
+        self._total = self._peak = 0
+        self._fullest: list[tuple[_Block, int]] = []
 
-    def _pre_fw_hook(self, module: Any, inputs: Any) -> None:
-        if module is self._root:
-            self.reset_mod_stats()  # it wants one forward pass a module at a time
-        super()._pre_fw_hook(module, inputs)
+    def label(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Says what tensors are for, whether they are known or not."""
+        for tensor in tensors:
+            self._block(local(tensor).untyped_storage()).kind = kind
 
-    def _track_module_params_and_buffers(self, module: Any, install_grad_hooks: bool = True) -> tuple[int, int]:
-        for parameter in module.parameters():
-            if not parameter.requires_grad and parameter not in self._param_to_grad_hook_handles:
-                self._param_to_grad_hook_handles[parameter] = (RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict()))
-        sizes: tuple[int, int] = super()._track_module_params_and_buffers(module, install_grad_hooks)
-        return sizes
+    def peak(self) -> Bytes:
+        """Bytes at the fullest moment, by kind."""
+        sizes: Counter[str] = Counter()
+        for block, size in self._fullest:
+            sizes[block.kind] += size
+        return dict(sizes)
 
-    def track_moments(self, optimizer: Optimizer) -> None:
-        """Counts them as states of an optimizer."""
-        from torch.distributed._tools.mem_tracker import _MemRefType
+    def __enter__(self) -> _Memory:
+        self._resize = torch.UntypedStorage.resize_
+        real, resized = self._resize, self._resized
 
-        for moment in optimizer.moments().values():
-            self._update_and_maybe_create_winfos(moment, _MemRefType.OPT)
+        def resize(storage: Any, size: int) -> Any:  # no operator: FSDP frees and refills whole weights so
+            real(storage, size)
+            resized(storage)
+
+        torch.UntypedStorage.resize_ = resize
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # the one value that a step looks at: the gradient of its loss
+        if any(kind is DTensor for kind in types):
+            return NotImplemented  # its local operators will come
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._block(tensor.untyped_storage())
+        return result
+
+    def _block(self, storage: Any) -> _Block:
+        key = storage._cdata
+        if key not in self._blocks:
+            kind = "backward temporaries" if torch._C._current_graph_task_id() != -1 else "activations"
+            block = _Block(kind)
+            self._blocks[key] = block, weakref.ref(storage, lambda _: self._gone(key))
+            self._resized(storage)
+        return self._blocks[key][0]
+
+    def _resized(self, storage: Any) -> None:
+        if storage._cdata not in self._blocks:
+            return
+        block, size = self._blocks[storage._cdata][0], storage.nbytes()
+        self._total += size - block.size
+        block.size = size
+        if self._total > self._peak:
+            self._peak = self._total
+            self._fullest = [(known, known.size) for known, _ in self._blocks.values()]
+
+    def _gone(self, key: int) -> None:
+        self._total -= self._blocks.pop(key)[0].size
 
 
 def _trace(plan: Plan, config: Any, stage: int, trained_share: float, num_micro: int) -> _Trace:
@@ -294,17 +355,30 @@ def _trace(plan: Plan, config: Any, stage: int, trained_share: float, num_micro:
             skeleton.base.tie_weights(recompute_mapping=False)
             model.train()
             optimizer = Optimizer(model, plan.recipe.optim, layout, 1, mesh)
-            tracker = _Tracker(model)
-            tracker.track_external(model)
-            tracker.track_moments(optimizer)
-            with tracker, counter:
+            memory = _Memory()
+            _label_weights(model, memory)
+            memory.label(optimizer.moments().values(), "moments")
+            with memory, counter:
                 optimizer.start_step(0)
                 _forward_backward(model, pipeline, layout, batches)
                 optimizer.sum_partial_gradients()
+                memory.label((p.grad for p in optimizer.parameters.values() if p.grad is not None), "gradients")
                 optimizer.step(0, 0.0)
-        (snapshot,) = tracker.get_tracker_snapshot("peak").values()
-    peak = {_kind(name): size for name, size in snapshot.items() if _kind(name) != "total" and size}
+        peak = {name: size for name, size in memory.peak().items() if size}
     return _Trace(peak, dict(counter.received_bytes))
+
+
+def _label_weights(model: CausalLM, memory: _Memory) -> None:
+    """Shards, and the whole weights that FSDP puts in their place while a module runs."""
+
+    def label(module: torch.nn.Module, *_: Any) -> None:
+        memory.label(module.parameters(), "weights")
+        memory.label(module.buffers(), "buffers")
+
+    label(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_forward_pre_hook(label)
 
 
 def _forward_backward(model: CausalLM, pipeline: Pipeline | None, layout: Layout, batches: list[LocalBatch]) -> None:
@@ -315,18 +389,6 @@ def _forward_backward(model: CausalLM, pipeline: Pipeline | None, layout: Layout
     for number, batch in enumerate(batches):
         mark_micro_batch(model, layout, is_last=number == len(batches) - 1)
         model(batch, 1.0).backward()
-
-
-def _kind(name: Any) -> str:
-    known = {
-        "Parameter": "weights",
-        "Gradient": "gradients",
-        "Optstate": "moments",
-        "Activation": "activations",
-        "Temp": "backward temporaries",
-    }
-    label = str(getattr(name, "value", name))
-    return known.get(label, label.lower())
 
 
 def _batch(plan: Plan, trained_share: float) -> MicroBatch:

@@ -193,7 +193,7 @@ def save(run: Run, *, best: bool = False, last: bool = False) -> None:
 def start(run: Run) -> None:
     """Everything before the first step: checks the data, resumes, writes provenance, answers the sample prompts."""
     recipe, run_dir = run.plan.recipe, Path(run.plan.run_dir)
-    folder, damaged = run.checkpoints.find(_where_from(recipe.checkpoint.resume))
+    folder, damaged = _where_from(run)
     for text in damaged:
         run.reporter.event("damaged", f"damaged checkpoint skipped: {text}", f"跳过损坏的检查点：{text}")
     if folder is not None:
@@ -207,9 +207,15 @@ def start(run: Run) -> None:
         _answer_samples(run, "before")
 
 
-def _where_from(resume: str) -> str:
-    """What torchrun starts again after losing a process goes on from the newest checkpoint, whatever the first start was told."""
-    return "auto" if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) else resume
+def _where_from(run: Run) -> tuple[Path | None, list[str]]:
+    """The checkpoint to go on from, and damaged ones. What torchrun starts again after losing a process takes the newest of its own,
+    whatever the first start was told."""
+    resume = run.plan.recipe.checkpoint.resume
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        newest, damaged = run.checkpoints.find("auto")
+        if newest or resume == "none":
+            return newest, damaged
+    return run.checkpoints.find(resume)
 
 
 def resume(run: Run, folder: Path) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,7 @@ import psutil
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Job, StepMetrics
 from ascendfactory.launch.devices import usable_cpus
-from ascendfactory.launch.failure import exit_code, failure_event
+from ascendfactory.launch.failure import USER_ERROR, exit_code, failure_event, lost_rank, restart_event
 from ascendfactory.launch.lock import held
 
 EVENT_MARK = "@event "
@@ -72,7 +72,13 @@ def launch(
                 events.flush()
                 on_event(event)
 
-            return _run_logged(job, folder, log_path, _Follower(read_step, on_step, tell))
+            follower = _Follower(read_step, on_step, tell, folder, num_restarts=_restarts(job.argv))
+            return _run_logged(job, folder, log_path, follower)
+
+
+def _restarts(argv: Sequence[str]) -> int:
+    """How often torchrun would start the job again."""
+    return int(argv[argv.index("--max-restarts") + 1]) if "--max-restarts" in argv else 0
 
 
 def _run_logged(job: Job, folder: Path, log_path: Path, follower: _Follower) -> int:
@@ -97,9 +103,17 @@ class _Follower:
     """Sorts the lines of a job: steps, events, and the last lines of stderr."""
 
     def __init__(
-        self, read_step: Callable[[str], StepMetrics | None], on_step: Callable[[StepMetrics], None], on_event: Callable[[Event], None]
+        self,
+        read_step: Callable[[str], StepMetrics | None],
+        on_step: Callable[[StepMetrics], None],
+        on_event: Callable[[Event], None],
+        run_dir: Path,
+        *,
+        num_restarts: int,
     ) -> None:
         self.read_step, self.on_step, self.on_event = read_step, on_step, on_event
+        self._run_dir, self._restarts_left = run_dir, num_restarts
+        self.is_hopeless = False  # the input is at fault: another attempt would end alike
         self.stderr: deque[str] = deque(maxlen=_NUM_KEPT_LINES)
         self.signalled = False
 
@@ -115,8 +129,15 @@ class _Follower:
                 self.on_event(event)
 
     def stderr_line(self, line: str) -> None:
-        if line.strip():
-            self.stderr.append(line)
+        if not line.strip():
+            return
+        self.stderr.append(line)
+        if lost := lost_rank(line):
+            rank, code = lost
+            self.is_hopeless = code == USER_ERROR
+            if self._restarts_left and not self.is_hopeless and not self.signalled:
+                self.on_event(restart_event(rank, code, self._run_dir))
+            self._restarts_left = max(0, self._restarts_left - 1)
 
 
 def _run(job: Job, run_id: str, log: IO[bytes], follower: _Follower) -> int:
@@ -135,6 +156,10 @@ def _run(job: Job, run_id: str, log: IO[bytes], follower: _Follower) -> int:
     with _handling(forward):
         num_handled = 0
         for _ in _follow(process, log, follower):
+            if follower.is_hopeless:
+                _kill_all(run_id)
+                process.wait()
+                return USER_ERROR
             while num_handled < len(signals):
                 num_handled += 1
                 if num_handled > 1 and signals[num_handled - 1] == signal.SIGINT:

@@ -46,14 +46,17 @@ FORMULAS = {
     "of one layer: gradients of its gathered inputs 2·e·t·h and of its MLP e·t·f / tp, its weight gradients e·P_layer": (
         "一层的：聚合输入的梯度 2·e·t·h、MLP 的梯度 e·t·f / tp、权重梯度 e·P_layer"
     ),
-    "e·t·h x (k outputs + a gradient and an input of every micro-batch, less those that are activations)": (
-        "e·t·h x（k 份输出 + 每个微批的一份梯度与一份输入，减去已计入激活的）"
+    "e·t·h x (an input, an output and their gradients on their way; k outputs where weight gradients wait; or, of torch's "
+    "stages, a gradient and an input of every micro-batch)": (
+        "e·t·h x（途中的一份输入、一份输出及其梯度；权重梯度延后时另加 k 份输出；torch 的流水级则为每个微批的一份梯度与一份输入）"
     ),
     "8·T / n (4·T / n in bf16)": "8·T / n（bf16 为 4·T / n）",
     "e × (2 largest layers + embedding + head); or e × (P + 2 largest layers) under zero 1 and 2 and in pipelines": (
         "e ×（最大两层 + 词嵌入 + 输出层）；zero 1、2 与流水线中为 e ×（P + 最大两层）"
     ),
-    "k × layers × saved bytes of a layer + one layer being recomputed + last norm": "k × 层数 × 每层保存字节 + 一层正在重算 + 末层归一化",
+    "k × layers × saved bytes of a layer + one layer being recomputed (in advance: all of a chunk) + last norm": (
+        "k × 层数 × 每层保存字节 + 一层正在重算（提前重算时为整块）+ 末层归一化"
+    ),
     "saved tensors of the vision tower, patches x layers": "视觉塔保存的张量，图块数 × 层数",
     "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies": (
         "两个 fp32 块 + 4·V·h（输出层梯度的中间值），或若干份 t·V/tp"

@@ -161,7 +161,8 @@ class Columns:
         self.tokens = -(-as_column(grid.micro_size) * setting.row_tokens // as_column(grid.cp))
         self.expert_shard = np.maximum(1, self.shard * self.tp // self.ep)
         # parameters of a stage on one rank of the tp and ep groups; a tied head's copy counts in every stage that has one
-        self.dense = (stages.split + stages.embedding + stages.head) // self.tp + stages.whole
+        last_norm = np.minimum(stages.head, setting.card.hidden_size)
+        self.dense = (stages.split + stages.embedding + stages.head - last_norm) // self.tp + stages.whole + last_norm
         self.dense = self.dense + stages.layers * kv_extra_params(setting.card, self.tp)
         self.expert = stages.expert // self.ep
         self.layers = stages.layers
@@ -300,8 +301,9 @@ def _activations(c: Columns) -> Ints:
             kept += np.where(mode_column == mode, layers, 0)
     held = kept * _in_flight(c) // grid.vpp[:, None]
     held = np.where(grid.offload_activations[:, None] == 1, np.minimum(held, 2 * largest), held)
-    # the last norm's input and scale, and the gradient that the head leaves: of all positions, whoever holds the input
-    tail = c.is_last * (c.tokens * hidden * (4 + c.e) // c.sequence_split + c.tokens * hidden * c.e)
+    # the last norm's input and scale, and the gradient that the head leaves: of the embedded engine's head, of all positions
+    gradient_split = 1 if setting.engine.name == "native" else c.sequence_split
+    tail = c.is_last * (c.tokens * hidden * (4 + c.e) // c.sequence_split + c.tokens * hidden * c.e // gradient_split)
     total = held + _replayed(c) + tail
     return np.asarray(total + (total * setting.engine.overhead).astype(np.int64))
 

@@ -139,14 +139,25 @@ def _why_not(recipe: Recipe, card: ModelCard, cluster: Cluster, ranked: Ranked, 
     broken = _without_consequences(recipe, illegal(recipe, card, cluster, layout))
     # bytes of a layout that cannot exist mean nothing
     full = [] if broken or len(ranked.grid) else too_big(ranked.setting, layout, judge)
-    said = judge.refuse(recipe, card, layout)
+    told = {refusal.where for refusal in broken}
+    if {"interleaved", "dualpipev"} & {refusal.code for refusal in broken}:
+        told.add("layout.schedule")
+    said = [refusal for refusal in judge.refuse(recipe, card, layout) if refusal.where not in told]  # a rule has said it
     for_good = [refusal for refusal in said if not refusal.where.startswith("layout.")]
     return [*(for_good or said), *broken, *full]
 
 
 def _without_consequences(recipe: Recipe, broken: list[Refusal]) -> list[Refusal]:
-    """Where the degrees do not multiply to the devices, what that number of rows and parts breaks in turn is not told."""
-    if all(refusal.code != "devices" for refusal in broken):
+    """Of a degree that fits nowhere the first reason is told (its fix heeds all), and what it breaks in turn is not."""
+    by_tp_only = [refusal for refusal in broken if refusal.where == "layout.tp"]
+    silent = {refusal.code for refusal in by_tp_only[1:]}
+    codes = {refusal.code for refusal in broken}
+    if by_tp_only or "ulysses_heads" in codes:
+        silent.add("sequence")
+    if "layers" in codes:
+        silent |= {"recompute_layers", "schedule"}
+    broken = [refusal for refusal in broken if refusal.code not in silent]
+    if "devices" not in codes:
         return broken
     # a tp that divides nothing is itself the reason
     by_tp = recipe.layout.dp == "auto" and any(refusal.where == "layout.tp" for refusal in broken)

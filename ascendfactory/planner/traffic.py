@@ -36,11 +36,15 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     card, e, layers = setting.card, setting.element_bytes, stages.layers
     tp, ulysses, ring = (a[:, None] for a in (grid.tp, grid.ulysses, grid.ring))
     tokens = grid.micro_size[:, None] * setting.row_tokens / grid.cp[:, None]
-    again = _again(setting, grid, stages)
+    again = np.where(grid.recompute[:, None] == RECOMPUTES.index("full"), 0.5, 0.0) * recomputed_share(grid, stages)
     intra = setting.cluster.device.intra_node_bytes_s
     hidden = tokens * card.hidden_size * e
     # forward 2 all-gathers and 2 reduce-scatters a layer (or 2 all-reduces), backward as many; and of embedding and head 1 and 1
-    messages = (8 * (1 + again) + 2 * _gathered_again(setting, grid)) * layers + 2 * (stages.embedding > 0) + 2 * (stages.head > 0)
+    messages = (
+        (8 * (1 + _sent_again(setting, grid, stages)) + 2 * _gathered_again(setting, grid)) * layers
+        + 2 * (stages.embedding > 0)
+        + 2 * (stages.head > 0)
+    )
     tp_s = messages * hidden * (tp - 1) / tp / intra
     q_size, kv_size = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
     cp_link = _link(setting, grid.tp, grid.cp)[:, None]
@@ -60,11 +64,16 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     )
 
 
-def _again(setting: Setting, grid: Grid, stages: Stages) -> Floats:
-    """Messages that a recomputed layer sends a second time, as a share of those of forward and backward [N, S]."""
-    modes = ("full", "selective") if setting.engine.name == "native" else ("full",)
+def _sent_again(setting: Setting, grid: Grid, stages: Stages) -> Floats:
+    """Messages of tp that a recomputed layer sends a second time, as a share of those of forward and backward [N, S].
+
+    Those of a forward pass; of the embedded engine without the last sum of a layer, which nothing of its backward pass needs, but also
+    where the recomputation is selective.
+    """
+    is_native = setting.engine.name == "native"
+    modes = ("full", "selective") if is_native else ("full",)
     repeats = np.isin(grid.recompute, [RECOMPUTES.index(mode) for mode in modes])[:, None]
-    return np.where(repeats, 0.5, 0.0) * recomputed_share(grid, stages)
+    return np.where(repeats, 3 / 8 if is_native else 0.5, 0.0) * recomputed_share(grid, stages)
 
 
 def _gathered_again(setting: Setting, grid: Grid) -> Ints:

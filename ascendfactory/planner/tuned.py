@@ -107,14 +107,17 @@ def _first_choice(row: Tuned, judge: Judge) -> tuple[Layout | None, float]:
     for saving in SAVINGS:
         setting = row.setting(**saving)
         recipe, card, cluster = setting.recipe, setting.card, setting.cluster
+        known = {refusal.code for refusal in judge.refuse(recipe, card, Layout(dp=cluster.num_devices, zero=1))}  # of the job itself
         grid = space(recipe, card, cluster, freedom(partial(judge.refuse, recipe, card), cluster))
         grid = grid.take(legal(recipe, card, cluster, grid))
         grid = grid.take(peak_bytes(setting, grid) <= room_bytes(cluster))
         if len(grid):
             seconds = step_seconds(setting, grid, factor_of(setting, modelled_seconds))
-            taken = next((int(i) for i in np.argsort(seconds) if not judge.refuse(recipe, card, grid.row(int(i)))), None)
+            taken = next(
+                (i for i in np.argsort(seconds) if all(r.code in known for r in judge.refuse(recipe, card, grid.row(int(i))))), None
+            )
             if taken is not None and seconds[taken] < best_s:
-                best, best_s = grid.row(taken), float(seconds[taken])
+                best, best_s = grid.row(int(taken)), float(seconds[taken])
     return best, best_s
 
 

@@ -16,7 +16,7 @@ from ascendfactory.core.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [("generate_recipe", "recipe.md")]
+PAGES = [("generate_recipe", "recipe.md"), ("generate_features", "features.md")]
 
 
 def generator(name: str) -> ModuleType:
@@ -81,6 +81,17 @@ def yaml_blocks() -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.glob("*/*.md"))]
     found = [(page, block) for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)]
     return [(str(page.relative_to(ROOT)), block) for page, block in found]
+
+
+def test_every_published_feature_has_a_setting_and_a_test_that_exist() -> None:
+    module = generator("generate_features")
+    assert set(module.HERE) == {(row.part, row.feature) for row in module.features()}
+    for name, here in module.HERE.items():
+        file, _, function = here.test.partition("::")
+        assert (ROOT / file).is_file(), name
+        assert not function or f"def {function}(" in (ROOT / file).read_text(encoding="utf-8"), name
+        assert set(here.keys) <= set(all_keys()), name
+        assert here.en and re.search("[一-鿿]|packing: false", here.zh), name
 
 
 def test_recipes_shown_in_the_pages_load() -> None:

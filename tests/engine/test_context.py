@@ -25,6 +25,8 @@ from tests.engine.test_attention import Lengths, dense
 from tests.pool import Pool
 from tests.tiny import config
 
+pytestmark = pytest.mark.parallel
+
 HEAD_SIZE = 8
 WIDTH = 64
 

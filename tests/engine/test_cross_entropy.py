@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from ascendfactory.engine.families import HeadRules, head_rules
-from ascendfactory.engine.objective import cross_entropy
 from ascendfactory.engine.data.batch import count_trained_tokens
+from ascendfactory.engine.families import HeadRules, head_rules
 from ascendfactory.engine.mesh import Mesh
+from ascendfactory.engine.objective import cross_entropy
 from ascendfactory.engine.objective.causal_lm import CausalLM
-from ascendfactory.engine.parallel import tensor
-from ascendfactory.engine.parallel.context import cut
 from ascendfactory.engine.objective.cross_entropy import linear_cross_entropy
+from ascendfactory.engine.parallel import tensor as tensors
+from ascendfactory.engine.parallel.context import cut
 from tests.pool import Pool
 
 RULES: list[dict[str, Any]] = [{}, {"softcap": 2.0}, {"logit_scale": 0.0625}, {"softcap": 1.5, "logit_scale": 3.0}]
@@ -172,7 +172,7 @@ def test_heads_of_families_equal_transformers(family: str, changes: dict[str, An
     assert count_trained_tokens([batch]) == 11
     right = functional.cross_entropy(theirs(ids[None], use_cache=False).logits[0, :-1], ids[1:], reduction="sum") / 11
     alone = Mesh(torch.device("cpu"))
-    tensor.apply(ours, alone.tp, sequence=False)
+    tensors.apply(ours, alone.tp, sequence=False)
     assert CausalLM(ours, {})(cut(batch, alone), 1 / 11).item() == pytest.approx(right.item(), rel=1e-5)
 
 

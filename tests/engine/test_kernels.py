@@ -124,14 +124,19 @@ def test_mlps_with_adapters_keep_their_own_forward(tiny_models: dict[str, str]) 
     adapter.apply_lora(hf, Lora(targets=["q_proj", "down_proj"]))
     apply_kernels(hf)
     lean = {type(module).__name__ for module in hf.modules() if "forward" in vars(module)}
-    assert lean == {"Qwen3RMSNorm", "Linear"}  # peft's class is called Linear too
+    assert lean == {"Qwen3RMSNorm", "Linear", "Embedding"}  # peft's class is called Linear too
 
 
 def test_mlps_beside_adapters_are_lean(tiny_models: dict[str, str]) -> None:
     hf = model.build_on_meta(model.read_config(tiny_models["llama"]))
     adapter.apply_lora(hf, Lora(targets=["q_proj"]))
     apply_kernels(hf)
-    assert {type(module).__name__ for module in hf.modules() if "forward" in vars(module)} == {"LlamaRMSNorm", "LlamaMLP", "Linear"}
+    assert {type(module).__name__ for module in hf.modules() if "forward" in vars(module)} == {
+        "LlamaRMSNorm",
+        "LlamaMLP",
+        "Linear",
+        "Embedding",
+    }
 
 
 def test_every_claimed_class_has_the_families_own_layers(tiny_models: dict[str, str]) -> None:
@@ -140,11 +145,11 @@ def test_every_claimed_class_has_the_families_own_layers(tiny_models: dict[str, 
         hf = apply_kernels(model.build_on_meta(model.read_config(str(Path(folder)))))
         lean[family] = sorted({type(module).__name__ for module in hf.modules() if "forward" in vars(module)})
     assert lean == {
-        "llama": ["LlamaMLP", "LlamaRMSNorm"],
-        "qwen2": ["Qwen2MLP", "Qwen2RMSNorm"],
-        "qwen3": ["Qwen3MLP", "Qwen3RMSNorm"],
-        "glm4": ["Glm4RMSNorm"],  # gate and up are one matrix there
-        "gemma3": [],  # its norm multiplies by 1 + weight, its MLP has a GELU
+        "llama": ["Embedding", "Linear", "LlamaMLP", "LlamaRMSNorm"],
+        "qwen2": ["Embedding", "Linear", "Qwen2MLP", "Qwen2RMSNorm"],
+        "qwen3": ["Embedding", "Linear", "Qwen3MLP", "Qwen3RMSNorm"],
+        "glm4": ["Embedding", "Glm4RMSNorm", "Linear"],  # gate and up are one matrix there
+        "gemma3": ["Linear"],  # its norm multiplies by 1 + weight, its MLP has a GELU, its embedding a factor
     }
 
 

@@ -16,6 +16,8 @@ from ascendfactory.engine.state import gradients, iter_whole, tensor_state
 from tests.engine.toy import LAYOUTS, OPTIM, SHAPES, build, give_gradients, numbers, train, without_rng
 from tests.pool import Pool
 
+pytestmark = pytest.mark.parallel
+
 
 def right_state(num_steps: int) -> tuple[dict[str, Tensor], list[float]]:
     """Weights and moments by torch.optim.AdamW and torch's clipping, and the norms before it."""

@@ -16,6 +16,8 @@ from ascendfactory.engine.memory.recompute import apply_recompute
 from tests.engine.decoders import decoder, forward, gradients
 from tests.tiny import FAMILIES, write_model
 
+pytestmark = pytest.mark.parallel
+
 SMALL = 4096  # bytes; the rotary angles of the tiny models are larger, and stay because all layers share them
 
 

@@ -13,6 +13,8 @@ from ascendfactory.core.stages import V_SHAPED
 from tests.pool import Pool
 from tests.tiny import VOCAB, write_model
 
+pytestmark = pytest.mark.parallel
+
 HIDDEN = 64
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 WIDTHS = (40, 24, 32, 40, 16, 48, 24, 32)  # of the micro-batches of a step: every one has its own
@@ -113,6 +115,7 @@ def build_on_rank(folder: str, case: Case) -> tuple[Any, Any]:
     from ascendfactory.core.plan import Layout
     from ascendfactory.core.stages import StageCosts, chunks_of, cut
     from ascendfactory.engine import attention
+    from ascendfactory.engine.kernels import apply_kernels
     from ascendfactory.engine.memory.recompute import apply_recompute
     from ascendfactory.engine.mesh import make_mesh
     from ascendfactory.engine.parallel import tensor
@@ -132,6 +135,7 @@ def build_on_rank(folder: str, case: Case) -> tuple[Any, Any]:
     ranges = cut(case.pp, case.vpp, StageCosts((1.0,) * base.config.num_hidden_layers, 0.1, 0.3), case.stage_layers)
     stage = cut_model(base, ranges, chunks_of(mesh.pp.rank, case.pp, case.vpp, layout.schedule))
     tensor.apply(hf, mesh.tp, sequence=False)
+    apply_kernels(base)
     model = StageModel(hf, {}, stage)
     for run in stage.layer_runs:
         apply_recompute(run, case.recompute)  # type: ignore[arg-type]
@@ -263,10 +267,10 @@ def test_no_gradient_travels_before_the_first_adapter(folders: dict[str, str], p
 
 def order_of_waiting(folder: str) -> list[tuple[str, int]]:
     """Number of layers run again and gradients taken, in order, on this rank."""
-    from ascendfactory.engine.memory.region import Region
     from ascendfactory.engine.data.batch import count_trained_tokens
-    from ascendfactory.engine.parallel.context import cut
+    from ascendfactory.engine.memory.region import Region
     from ascendfactory.engine.parallel import pipeline as pipelines
+    from ascendfactory.engine.parallel.context import cut
 
     seen: list[tuple[str, int]] = []
     case = Case("qwen3", recompute="full", in_advance=True)

@@ -17,6 +17,8 @@ from tests.engine.decoders import decoder, documents, forward, gradients
 from tests.pool import Pool
 from tests.tiny import FAMILIES
 
+pytestmark = pytest.mark.parallel
+
 LORAS = {"full": None, "lora": Lora(rank=4), "dropout": Lora(rank=4, dropout=0.2)}
 
 

@@ -15,6 +15,8 @@ from torch.nn import functional
 from tests.pool import Pool
 from tests.tiny import FAMILIES, VOCAB, config, write_model
 
+pytestmark = pytest.mark.parallel
+
 ROWS, POSITIONS = 2, 16
 
 

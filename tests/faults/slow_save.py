@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from ascendfactory.engine import checkpoint
@@ -12,10 +13,10 @@ from ascendfactory.engine.__main__ import main
 _real = checkpoint.finish_folder
 
 
-def slow(temporary: Path, final: Path) -> None:
+def slow(temporary: Path, final: Path, checksums: Mapping[str, str]) -> None:
     (temporary.parent / "in-the-middle").touch()
     time.sleep(60)
-    _real(temporary, final)
+    _real(temporary, final, checksums)
 
 
 if __name__ == "__main__":

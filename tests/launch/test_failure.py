@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ascendfactory.engine.position import Position
-from ascendfactory.launch.failure import exit_code, failure_event, own_words
+from ascendfactory.launch.failure import exit_code, failed_rank, failure_event, lost_rank, own_words, restart_event
 
 TORCHRUN = """\
 W1129 21:43:40.100000 6341 torch/distributed/run.py:803] Setting OMP_NUM_THREADS
@@ -63,3 +63,53 @@ def test_a_killed_rank_is_named_with_its_last_position(tmp_path: Path) -> None:
         "rank 0 killed: most often the machine ran out of memory; it was at the forward and backward pass of step 13; the whole log: "
     )
     assert "当时处于第 13 步的前向与反向计算" in event["text_zh"]
+
+
+KILLED_BESIDE_OTHERS = """\
+rank 0: RuntimeError: Connection closed by peer (logs/failure-rank0.txt)
+W1129 21:43:47.700000 6341 torch/distributed/elastic/api.py:908] Sending process 6347 closing signal SIGTERM
+E1129 21:43:47.705000 6341 torch/distributed/elastic/api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 6346) of binary: x
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 6347)
+  rank      : 2 (local_rank: 2)
+  exitcode  : -15 (pid: 6348)
+Root Cause (first observed failure):
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 6346)
+""".splitlines()
+
+
+def test_a_killed_rank_is_the_cause_whatever_the_others_ended_with() -> None:
+    assert (exit_code(1, KILLED_BESIDE_OTHERS), failed_rank(KILLED_BESIDE_OTHERS)) == (137, 1)
+    user_error = [line.replace("exitcode  : 1 ", "exitcode  : 2 ") for line in KILLED_BESIDE_OTHERS]
+    assert exit_code(1, user_error) == 137
+    assert failure_event(137, KILLED_BESIDE_OTHERS, Path("logs/log"))["lines"] == []  # rank 0 says what followed from it
+
+
+def test_torchruns_notice_of_a_lost_rank_is_read() -> None:
+    assert [lost_rank(line) for line in KILLED_BESIDE_OTHERS if lost_rank(line)] == [(0, 1)]
+    assert lost_rank("failed (exitcode: 1) local_rank: 0") is None
+
+
+def test_of_several_attempts_the_last_ones_words_are_told() -> None:
+    again = [line.replace("Connection closed by peer", "the second failure") for line in KILLED_BESIDE_OTHERS]
+    assert own_words([*KILLED_BESIDE_OTHERS[:3], *again]) == ["rank 0: RuntimeError: the second failure (logs/failure-rank0.txt)"]
+
+
+def test_a_restart_names_the_rank_and_its_position(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    position = Position(tmp_path, 2)
+    event = restart_event(2, -9, tmp_path)
+    assert event["text_en"] == (
+        "rank 2 killed: most often the machine ran out of memory; it was at the start; starting again from the newest checkpoint"
+    )
+    position.set(13, "save")
+    event = restart_event(2, 1, tmp_path)
+    assert event["text_en"] == "rank 2 ended with code 1; it was at the save of step 13; starting again from the newest checkpoint"
+    assert event["text_zh"] == "rank 2 以代码 1 结束；当时处于第 13 步的保存；将从最新的检查点重新启动"
+    position.close()
+
+
+def test_a_user_errors_line_is_told_and_not_what_other_ranks_say_of_it() -> None:
+    words = ["data.train: file a.jsonl not found", "rank 1: RuntimeError: Connection closed by peer (logs/failure-rank1.txt)"]
+    assert failure_event(2, words, Path("log"))["text_en"] == words[0]

@@ -15,10 +15,13 @@ from ascendfactory.catalog.read import find_card, find_device
 from ascendfactory.core.load import load_recipe
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Plan
 from ascendfactory.core.recipe import Recipe
-from ascendfactory.planner.engines import ENGINES, engine_of
+from ascendfactory.planner.activations import layer_bytes
+from ascendfactory.planner.calibrate import Factor
+from ascendfactory.planner.engines import ENGINES, NATIVE, engine_of
 from ascendfactory.planner.grid import SCHEDULES, grid_of
 from ascendfactory.planner.memory import Setting, memory_terms, peak_bytes, stage_terms
 from ascendfactory.planner.rules import illegal, legal
+from ascendfactory.planner.time import predict
 from ascendfactory.planner.weights import even_sizes, layout_stages, stage_layers
 
 CARDS = {name: find_card(name) for name in ("qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "llama-3.2-1b", "qwen2.5-vl-7b", "gemma3-27b")}
@@ -41,6 +44,7 @@ LAYOUTS = st.builds(
     ep=DEGREE,
     recompute=st.sampled_from(["none", "norm", "selective", "full"]),
     recompute_layers=st.sampled_from([0, 0, 1, 5, 99]),
+    recompute_in_advance=st.booleans(),
     offload_optimizer=st.booleans(),
     reuse_params=st.booleans(),
     micro_size=st.sampled_from([1, 2, 3]),
@@ -193,7 +197,7 @@ def test_stages_hold_the_whole_model_once(name: str, by_cost: bool) -> None:
     for pp, vpp, schedule in ((1, 1, "1f1b"), (2, 1, "1f1b"), (4, 2, "interleaved"), (3, 1, "1f1b"), (4, 2, "zbv")):
         stages = layout_stages(card, Layout(pp=pp, vpp=vpp, schedule=schedule), 4096, by_cost)
         held = sum(int(part.sum()) for part in (stages.split, stages.whole, stages.expert, stages.embedding, stages.head))
-        copies = card.vocab_size * card.hidden_size if card.tied_embeddings and pp > 1 else 0
+        copies = card.vocab_size * card.hidden_size if card.tied_embeddings and pp > 1 and schedule != "zbv" else 0
         assert held - copies == sum(weight.num_params for weight in parameter_shapes(card))
         assert int(stages.layers.sum()) == card.num_layers
 
@@ -244,14 +248,43 @@ def test_an_optimizer_in_the_backward_pass_keeps_one_layers_gradients() -> None:
     assert {name: size for name, size in early.items() if name != "gradients"} == {n: s for n, s in whole.items() if n != "gradients"}
 
 
-def test_a_stage_holds_buffers_of_every_micro_batch() -> None:
-    """As torch's pipeline stages do: on the first of four 1F1B stages 4 outputs in flight and 16 gradients to receive, on the last
-    16 inputs, one of which is in flight and counts as an activation."""
+def test_computing_again_in_advance_keeps_a_chunk_and_shortens_the_wait() -> None:
+    """Of pp 4 on the first stage: 9 layers at once instead of 1; the waiting of 3 micro-batches is shorter by a forward pass of each."""
+    card = CARDS["qwen3-8b"]
+    setting = setting_of(card, "native")
+    for vpp, schedule, layers in ((1, "1f1b", 9), (3, "interleaved", 3)):
+        late, early = (
+            Layout(pp=4, vpp=vpp, schedule=schedule, num_micro=8, zero=2, recompute="full", recompute_in_advance=flag)
+            for flag in (False, True)
+        )
+        stages = [[{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting, one)] for one in (late, early)]
+        one_layer = layer_bytes(card, setting.recipe.tuning, 2, NATIVE, "none", is_moe=False).total * 4096
+        assert stages[1][0]["activations"] - stages[0][0]["activations"] == (layers - 1) * one_layer
+        assert (stages[1][3]["activations"] == stages[0][3]["activations"]) == (schedule == "1f1b")  # backward follows at once
+        waits = [predict(setting, one, Factor()).parts for one in (late, early)]
+        bubbles = [next(part.seconds for part in parts if part.name == "bubble") for parts in waits]
+        assert bubbles[1] == pytest.approx(bubbles[0] * 3 / 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(LAYOUTS)
+def test_what_the_rules_allow_in_advance_the_engine_accepts(layout: Layout) -> None:
+    card, recipe = CARDS["llama-3.2-1b"], recipe_of()
+    code = "recompute_in_advance"
+    by_rule = code in {refusal.code for refusal in illegal(recipe, card, CLUSTER, layout)}
+    assert by_rule == (f"native.{code}" in {refusal.code for refusal in BACKENDS["native"].refuse(recipe, card, layout)})
+
+
+def test_torchs_stages_hold_buffers_of_every_micro_batch() -> None:
+    """On the first of four 1F1B stages 4 outputs in flight and 16 gradients to receive, on the last 16 inputs, one of which is in
+    flight and counts as an activation. The embedded engine has one of each on its way; Megatron counts none."""
     card = CARDS["qwen3-8b"]
     layout = Layout(pp=4, num_micro=16, micro_size=2)
-    stages = [{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting_of(card, "native"), layout)]
+    stages = [{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting_of(card, "torchtitan"), layout)]
+    own = [{t.name: t.num_bytes for t in stage} for stage in stage_terms(setting_of(card, "native"), layout)]
     unit = 2 * 4096 * 2 * card.hidden_size
     assert [stage["stage buffers"] // unit for stage in stages] == [4 + 16, 3 + 16 + 16 - 3, 2 + 16 + 16 - 2, 16 - 1]
+    assert [stage["stage buffers"] // unit for stage in own] == [2, 4, 4, 2]
     assert all("stage buffers" not in {t.name for t in stage} for stage in stage_terms(setting_of(card, "megatron"), layout))
 
 

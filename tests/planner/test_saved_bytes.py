@@ -17,6 +17,8 @@ from ascendfactory.planner.engines import NATIVE
 from tests.engine.decoders import TOKENS, decoder, forward, kept_bytes
 from tests.tiny import write_model
 
+pytestmark = pytest.mark.parallel
+
 TUNINGS = {"full": None, "lora": Lora(rank=8), "dropout": Lora(rank=4, dropout=0.1)}
 RECOMPUTES: tuple[Recompute, ...] = ("none", "norm", "selective", "full")
 

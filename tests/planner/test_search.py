@@ -148,7 +148,7 @@ def test_every_reason_is_told_once() -> None:
         plan_of(cluster_of(8), "--data.seq_len=1000000", "--batch.global_size=9", "--layout.tp=2", "--layout.replicate=3")
     codes = [refusal.code for refusal in caught.value.refusals]
     assert len(codes) == len(set(codes))
-    assert {"native.tp", "replicate", "global_batch", "seq_len"} <= set(codes)
+    assert {"replicate", "global_batch", "seq_len"} <= set(codes)
     assert "memory.roomier" not in codes
 
 

@@ -51,25 +51,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_CM, labels_C = hidden_NM[at : at + chunk], labels_N[at : at + chunk]
             logits_CV, slope_CV = _logits(hidden_CM, weight_VM, bias_V, softcap, logit_scale)
             at_C1, here_C1 = _own_labels(labels_C, first, logits_CV.shape[1])
-            log_sum_C = torch.logsumexp(logits_CV, dim=-1)
-            target_C = logits_CV.gather(1, at_C1).mul_(here_C1).squeeze(1)
+            target_C = logits_CV.gather(1, at_C1)
+            # one pass over the block, in its own memory; what it took off every logit is the log-sum-exp
+            torch.log_softmax(logits_CV, dim=-1, out=logits_CV)
+            log_sum_C = (target_C - logits_CV.gather(1, at_C1)).squeeze(1)
+            target_C = target_C.mul_(here_C1).squeeze(1)
             if axis.size > 1:
+                own_log_sum_C = log_sum_C
                 log_sum_C, target_C = _join_parts(log_sum_C, target_C, axis)
+                logits_CV.add_((own_log_sum_C - log_sum_C)[:, None])
             total += (log_sum_C - target_C).sum(dtype=total.dtype)
             if not (need_hidden or need_weight or need_bias):
                 continue
-            grad_CV = logits_CV.sub_(log_sum_C[:, None]).exp_()  # softmax, in the logits' memory
+            grad_CV = logits_CV.exp_()
             grad_CV.scatter_add_(1, at_C1, -here_C1)
-            grad_CV.mul_(scale) if slope_CV is None else grad_CV.mul_(slope_CV).mul_(scale)
+            if slope_CV is not None:
+                grad_CV.mul_(slope_CV)
             if grad_V is not None:
-                grad_V += grad_CV.sum(0)
-            if logit_scale != 1.0:
-                grad_CV.mul_(logit_scale)
+                grad_V.add_(grad_CV.sum(0), alpha=scale)
             grad_CV = grad_CV.to(weight_VM.dtype)
+            # the scale comes with the products: no pass over the block
             if grad_NM is not None:
-                torch.mm(grad_CV, weight_VM, out=grad_NM[at : at + len(labels_C)])
+                part_CM = grad_NM[at : at + len(labels_C)]
+                torch.addmm(part_CM, grad_CV, weight_VM, beta=0, alpha=scale * logit_scale, out=part_CM)
             if grad_VM is not None:
-                _add_product(grad_VM, grad_CV, hidden_CM, first=at == 0)
+                _add_product(grad_VM, grad_CV, hidden_CM, scale * logit_scale, first=at == 0)
         if grad_VM is not None and not len(labels_N):
             grad_VM.zero_()
         ctx.grads, ctx.targets = (grad_NM, grad_VM, grad_V), Targets(weight_VM, bias_V)
@@ -104,15 +110,13 @@ def _join_parts(log_sum_C: Tensor, target_C: Tensor, axis: Axis) -> tuple[Tensor
     return torch.logsumexp(parts_R2C[:, 0], dim=0), parts_R2C[:, 1].sum(0)
 
 
-def _add_product(total_VM: Tensor, grad_CV: Tensor, hidden_CM: Tensor, *, first: bool) -> None:
-    """total (+)= gradᵀ · hidden; the first product is written over what the memory held."""
-    if grad_CV.dtype != torch.float32:
-        product_VM = grad_CV.T @ hidden_CM
-        total_VM.copy_(product_VM) if first else total_VM.add_(product_VM)
-    elif first:
-        torch.mm(grad_CV.T, hidden_CM, out=total_VM)
-    else:
-        total_VM.addmm_(grad_CV.T, hidden_CM)
+def _add_product(total_VM: Tensor, grad_CV: Tensor, hidden_CM: Tensor, scale: float, *, first: bool) -> None:
+    """total (+)= scale · gradᵀ · hidden; the first product is written over what the memory held."""
+    if grad_CV.dtype == torch.float32:
+        torch.addmm(total_VM, grad_CV.T, hidden_CM, beta=0 if first else 1, alpha=scale, out=total_VM)
+        return
+    product_VM = grad_CV.T @ hidden_CM
+    torch.mul(product_VM, scale, out=total_VM) if first else total_VM.add_(product_VM, alpha=scale)
 
 
 def _logits(

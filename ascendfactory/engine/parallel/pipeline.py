@@ -57,15 +57,6 @@ class StageModel(CausalLM):
             part.decoder.training = mode
         return self
 
-    def chunk_parameters(self, chunk: int) -> list[nn.Parameter]:
-        """What a chunk trains, as it stands now: whole while FSDP has gathered it."""
-        part = self.stage.parts[chunk]
-        modules: list[nn.Module] = list(part.layers)
-        decoder = part.decoder
-        modules += [m for name, m in decoder.named_children() if name != "layers"] + ([self._head[0]] if part.is_last else [])
-        found = {id(p): p for module in modules for p in module.parameters() if p.requires_grad}
-        return list(found.values())
-
 
 class Pipeline:
     """Forward and backward of the micro-batches of a step over the stages of one pipeline."""

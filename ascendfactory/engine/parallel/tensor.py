@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ascendfactory.core.messages import UserError
+from ascendfactory.engine.kernels import embedding as lean_embedding
+from ascendfactory.engine.kernels import is_plain_embedding
 from ascendfactory.engine.mesh import Axis
 from ascendfactory.engine.parallel.collectives import Parallel, enter, interval, leave
 from ascendfactory.engine.parallel.linear import columns, read_linear, row
@@ -389,7 +392,7 @@ def _share_embedding(embedding: Any, work: _Work) -> None:
     _cut(embedding, "weight", Share(((start, stop),)), 0, work)
     embedding.num_embeddings = stop - start
     embedding.padding_idx = padding - start if padding is not None and start <= padding < stop else None
-    own_forward: Callable[[Tensor], Tensor] = embedding.forward
+    own_forward: Callable[[Tensor], Tensor] = partial(lean_embedding, embedding) if is_plain_embedding(embedding) else embedding.forward
     parallel = work.parallel
 
     def forward(_: Any, input_ids: Tensor) -> Tensor:

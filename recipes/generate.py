@@ -93,7 +93,7 @@ def smallest(card: ModelCard, stage: str) -> tuple[str, Plan]:
 
 def summary(plan: Plan) -> dict[str, Any]:
     """What a reviewer reads of a plan, rounded so that only decisions and real changes show."""
-    layout = {key: value for key, value in plan.layout.model_dump().items() if value is True or value not in (1, 0, "float32")}
+    layout = {key: value for key, value in plan.layout.model_dump().items() if value is True or value not in (1, 0, "float32", ())}
     prediction = plan.prediction
     assert prediction is not None
     found: dict[str, Any] = {

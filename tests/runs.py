@@ -59,7 +59,7 @@ def train_and_look(plan_json: str, grads_at: int = 1) -> dict[str, Any]:
     def norm_and_look(loss: float) -> tuple[float, float]:
         if run.step + 1 == grads_at:
             run.optimizer.sum_partial_gradients()
-            found["gradients"] = {name: whole.cpu().numpy().copy() for name, whole in iter_whole(gradients(run.model), run.mesh)}
+            found["gradients"] = {name: whole.float().cpu().numpy().copy() for name, whole in iter_whole(gradients(run.model), run.mesh)}
         return real_norm(loss)
 
     run.optimizer.gradient_norm = norm_and_look  # type: ignore[method-assign]
@@ -68,7 +68,7 @@ def train_and_look(plan_json: str, grads_at: int = 1) -> dict[str, Any]:
         metrics = trainer.train_step(run, stop)
         found["losses"].append(metrics.loss)
         found["grad_norms"].append(metrics.grad_norm)
-    found["weights"] = {name: whole.cpu().numpy().copy() for name, whole in iter_whole(trained_tensors(run.model), run.mesh)}
+    found["weights"] = {name: whole.float().cpu().numpy().copy() for name, whole in iter_whole(trained_tensors(run.model), run.mesh)}
     run.reporter.close()
     return found
 

@@ -116,7 +116,7 @@ def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
         refusals.append(
             Refusal(code="native.schedule", where="layout.schedule", en=problem[0], zh=problem[1], fix={"layout.schedule": "auto"})
         )
-    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and layout.zero > 1 and layout.shard * layout.replicate > 1:
+    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and layout.zero > 1:  # on one device FSDP is there too, for bf16
         refusals.append(
             Refusal(
                 code="native.zero",

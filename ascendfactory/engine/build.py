@@ -66,6 +66,12 @@ def build(plan: Plan) -> Run:
         UserError: the model, its data or its tokenizer cannot be read.
     """
     recipe, layout = plan.recipe, plan.layout
+    if layout.reuse_params and plan.dtype == "float32":
+        raise UserError(
+            "layout.reuse_params",
+            "this run computes in float32, so there is no bfloat16 copy to share; write reuse_params: false, or model.dtype: bfloat16",
+            "本次运行以 float32 计算，没有可共享的 bfloat16 副本；请写 reuse_params: false，或 model.dtype: bfloat16",
+        )
     devices.keep_freed_memory()
     mesh = make_mesh(layout, plan.cluster.device.kind, sharded=needs_fsdp(plan))
     # tensor-parallel partners must drop the same elements of the input that they share
@@ -102,8 +108,8 @@ def build(plan: Plan) -> Run:
 
 
 def needs_fsdp(plan: Plan) -> bool:
-    """FSDP shards over several processes and, also on one, keeps fp32 masters beside bf16 compute."""
-    return plan.layout.shard * plan.layout.replicate > 1 or plan.dtype != "float32"
+    """FSDP shards over several processes and, also on one, keeps fp32 masters beside bf16 compute, unless they are one and the same."""
+    return plan.layout.shard * plan.layout.replicate > 1 or (plan.dtype != "float32" and not plan.layout.reuse_params)
 
 
 def build_model(plan: Plan, mesh: Mesh) -> CausalLM:

@@ -214,7 +214,7 @@ def _local_shapes() -> Iterator[None]:
             setattr(ShardingPropagator, name, function)
 
 
-class _CountCollectives(TorchDispatchMode):
+class _CountCollectives(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """Adds up the bytes that collective operations put out on this device, by operation and axis."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -265,7 +265,7 @@ class _Block:
     size: int = 0
 
 
-class _Memory(TorchDispatchMode):
+class _Memory(TorchDispatchMode):  # type: ignore[misc,unused-ignore]
     """Follows the bytes of all storages that operators make, and remembers the fullest moment.
 
     torch's own MemTracker measures every module as well, which makes a step several times as slow.

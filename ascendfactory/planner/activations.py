@@ -97,6 +97,11 @@ def layer_saved_bytes(card: ModelCard, tuning: Tuning, tokens: int, element_byte
     return tokens * layer_bytes(card, tuning, element_bytes, NATIVE, "none", is_moe=False).total
 
 
+def exchanged_output_bytes(card: ModelCard, element_bytes: int, recompute: str) -> int:
+    """What Ulysses adds a token: attention's output before it is exchanged for the tokens' own heads, beside what the next layer reads."""
+    return element_bytes * _attention_sizes(card)[2] if recompute in ("none", "norm") else 0
+
+
 def _widths(card: ModelCard, is_moe: bool) -> tuple[int, int, int]:
     """Feed-forward width that every token sees; widths summed over the experts that a token is routed to."""
     if not (is_moe and card.moe):

@@ -36,7 +36,7 @@ def too_big(setting: Setting, layout: Layout, judge: Judge) -> list[Refusal]:
     name = setting.engine.name
     en = f"{name} needs {need / GIB:.1f} GiB a device, {room / GIB:.1f} can be used"
     zh = f"{name} 在每个设备上需要 {need / GIB:.1f} GiB，可用 {room / GIB:.1f} GiB"
-    fix = leaner_setting(setting, layout)
+    fix = leaner_setting(setting, layout) or leaner_setting(setting, _by_data(setting, layout))
     words = ", ".join(f"{key}: {value}" for key, value in fix.items())
     ways = _ways(setting, layout, judge)
     more_en = "".join(f"; {way}" for way, _ in ways)
@@ -52,6 +52,18 @@ def too_big(setting: Setting, layout: Layout, judge: Judge) -> list[Refusal]:
             fix=fix,
         )
     ]
+
+
+def _by_data(setting: Setting, layout: Layout) -> Layout:
+    """The same rows cut by data parallelism alone, which full sharding helps most; the layout as it is where the recipe forbids that."""
+    spec, num_devices, rows = setting.recipe.layout, setting.cluster.num_devices, setting.recipe.batch.global_size
+    is_open = spec.dp in ("auto", num_devices) and all(
+        getattr(spec, name) in ("auto", 1) for name in ("tp", "pp", "vpp", "ring", "ulysses")
+    )
+    if not is_open or rows % (num_devices * layout.micro_size):
+        return layout
+    uncut = Layout().model_dump(include={"tp", "sp", "pp", "vpp", "schedule", "stage_layers", "ring", "ulysses", "recompute_in_advance"})
+    return layout.model_copy(update=uncut | {"dp": num_devices, "num_micro": rows // (num_devices * layout.micro_size)})
 
 
 def leaner_setting(setting: Setting, layout: Layout) -> dict[str, Any]:

@@ -58,8 +58,8 @@ FORMULAS = {
         "k × 层数 × 每层保存字节 + 一层正在重算（提前重算时为整块）+ 末层归一化"
     ),
     "saved tensors of the vision tower, patches x layers": "视觉塔保存的张量，图块数 × 层数",
-    "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies": (
-        "两个 fp32 块 + 4·V·h（输出层梯度的中间值），或若干份 t·V/tp"
+    "2 fp32 chunks + 4·V·h (the head's gradient on its way; under gpipe of every micro-batch), or t·V/tp in several copies": (
+        "两个 fp32 块 + 4·V·h（输出层梯度的中间值；gpipe 下每个微批各一份），或若干份 t·V/tp"
     ),
     "e·P, sharded as the weights are": "e·P，与权重同样切分",
     "weights, gradients, masters and moments of a second model": "另一个模型的权重、梯度、主权重与动量",

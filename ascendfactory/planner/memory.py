@@ -19,7 +19,7 @@ import numpy as np
 from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
 from ascendfactory.core.recipe import Dpo, Grpo, Lora, Ppo, Recipe, Reward
 from ascendfactory.core.stages import SPLIT_BACKWARD
-from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, layer_bytes, layer_saved_bytes
+from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, exchanged_output_bytes, layer_bytes, layer_saved_bytes
 from ascendfactory.planner.adapters import TARGETS, adapter_params, lora_params, trainable_params
 from ascendfactory.planner.engines import GIB, Engine, engine_of
 from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Ints, grid_of, pipelines
@@ -49,7 +49,7 @@ FORMULAS = {
     "stage buffers": "e·t·h x (an input, an output and their gradients on their way; k outputs where weight gradients wait; or, of torch's "
     "stages, a gradient and an input of every micro-batch)",
     "vision": "saved tensors of the vision tower, patches x layers",
-    "logits": "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies",
+    "logits": "2 fp32 chunks + 4·V·h (the head's gradient on its way; under gpipe of every micro-batch), or t·V/tp in several copies",
     "reference": "e·P, sharded as the weights are",
     "critic": "weights, gradients, masters and moments of a second model",
     "checkpoint copy": "12·T / n, while a checkpoint is written beside training (elsewhere the copy is in the host's memory)",
@@ -167,6 +167,8 @@ class Columns:
         self.expert = stages.expert // self.ep
         self.layers = stages.layers
         self.is_last = (stages.head > 0).astype(np.int64)  # whether a stage has the head [S]
+        waits = (as_column(grid.pp) > 1) & (as_column(grid.schedule) == SCHEDULES.index("gpipe"))
+        self.losses = np.where(waits, self.num_micro, 1) * self.is_last  # micro-batches between their loss and its backward pass [N, S]
 
     @property
     def weights_sharded(self) -> Ints:
@@ -303,7 +305,7 @@ def _activations(c: Columns) -> Ints:
     held = np.where(grid.offload_activations[:, None] == 1, np.minimum(held, 2 * largest), held)
     # the last norm's input and scale, and the gradient that the head leaves: of the embedded engine's head, of all positions
     gradient_split = 1 if setting.engine.name == "native" else c.sequence_split
-    tail = c.is_last * (c.tokens * hidden * (4 + c.e) // c.sequence_split + c.tokens * hidden * c.e // gradient_split)
+    tail = c.losses * (c.tokens * hidden * (4 + c.e) // c.sequence_split + c.tokens * hidden * c.e // gradient_split)
     total = held + _replayed(c) + tail
     return np.asarray(total + (total * setting.engine.overhead).astype(np.int64))
 
@@ -340,6 +342,7 @@ def _layer_on_device(c: Columns, recompute: str, is_moe: bool) -> Ints:
             inputs = np.where(all_again[:, None], token.inputs, shards)
     routed = np.where(c.ep > 1, int(IMBALANCE * token.routed), token.routed) // c.tp  # tokens of a tp group are dispatched once
     kv = -(-token.kv // np.minimum(c.tp, setting.card.num_kv_heads))
+    kv = kv + np.where(c.grid.ulysses[:, None] > 1, exchanged_output_bytes(setting.card, c.e, recompute) // c.tp, 0)
     return np.asarray(c.tokens * (-(-token.hidden // c.sequence_split) + inputs + -(-token.split // c.tp) + kv + token.whole + routed))
 
 
@@ -361,7 +364,7 @@ def _logits(c: Columns) -> Ints:
     card, is_lora = c.setting.card, isinstance(c.setting.recipe.tuning, Lora)
     if c.engine.logit_bytes == 0:
         head = 0 if is_lora else 4 * card.vocab_size * card.hidden_size // c.tp
-        return np.asarray(c.is_last * (2 * HEAD_CHUNK_BYTES + head + 0 * c.tokens))
+        return np.asarray(c.is_last * (2 * HEAD_CHUNK_BYTES + 0 * c.tokens) + c.losses * head)
     copies = np.where(c.tp > 1, c.engine.split_logit_bytes, c.engine.logit_bytes)
     words = c.tokens * card.vocab_size // c.tp
     others = np.where(c.grid.pp[:, None] > 1, c.num_micro - 1, 0) * words * c.engine.kept_logit_bytes

@@ -117,8 +117,11 @@ def timing_of(setting: Setting, grid: Grid, stages: Stages, routing: float = 1.0
     work, traffic = work_of(setting, grid, stages, attended_tokens), traffic_of(setting, grid, stages)
     compute = _compute(setting, grid, stages, work, routing)
     busy = np.asarray(sum(compute.values()))
+    # what is gathered again travels beside the products for the inputs' gradients; what is overlapped, beside the rest
+    products = compute["matrix products"]
+    alone = traffic.tp - np.minimum(traffic.tp_beside, products / 3)
     waits = {
-        "tp": traffic.tp - (1 - 1 / grid.overlap_chunks[:, None]) * np.minimum(traffic.tp, compute["matrix products"]),
+        "tp": alone - (1 - 1 / grid.overlap_chunks[:, None]) * np.minimum(alone, products),
         "ulysses": traffic.ulysses,
         "ring": np.maximum(traffic.ring * 0.1, traffic.ring - HIDDEN["ring"] * compute["attention"]),
         "ep": traffic.ep * (1 - HIDDEN["ep"]),

@@ -20,9 +20,13 @@ from ascendfactory.planner.work import recomputed_share
 
 @dataclass(frozen=True)
 class Traffic:
-    """Seconds [N, S]; `tp`, `ulysses`, `ring`, `ep`, `pp` of one micro-batch, `dp_micro` too, `dp_step` of a step."""
+    """Seconds [N, S]; `tp`, `ulysses`, `ring`, `ep`, `pp` of one micro-batch, `dp_micro` too, `dp_step` of a step.
+
+    `tp_beside` is the part of `tp` that travels while the gradients of inputs are multiplied.
+    """
 
     tp: Floats
+    tp_beside: Floats
     ulysses: Floats
     ring: Floats
     ep: Floats
@@ -40,12 +44,9 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     intra = setting.cluster.device.intra_node_bytes_s
     hidden = tokens * card.hidden_size * e
     # forward 2 all-gathers and 2 reduce-scatters a layer (or 2 all-reduces), backward as many; and of embedding and head 1 and 1
-    messages = (
-        (8 * (1 + _sent_again(setting, grid, stages)) + 2 * _gathered_again(setting, grid)) * layers
-        + 2 * (stages.embedding > 0)
-        + 2 * (stages.head > 0)
-    )
-    tp_s = messages * hidden * (tp - 1) / tp / intra
+    beside = 2 * _gathered_again(setting, grid) * layers
+    messages = 8 * (1 + _sent_again(setting, grid, stages)) * layers + 2 * (stages.embedding > 0) + 2 * (stages.head > 0) + beside
+    message_s = hidden * (tp - 1) / tp / intra
     q_size, kv_size = card.num_heads * card.head_dim, card.num_kv_heads * card.head_dim
     cp_link = _link(setting, grid.tp, grid.cp)[:, None]
     # fewer key/value heads than devices are repeated
@@ -53,9 +54,10 @@ def traffic_of(setting: Setting, grid: Grid, stages: Stages) -> Traffic:
     exchanged = tokens * (2 * q_size + 2 * kv_sent) / tp * e
     ulysses_s = 2 * (1 + again) * layers * exchanged * (ulysses - 1) / ulysses / cp_link
     # keys and values travel round the ring, and with their gradients back
-    ring_s = 3 * (1 + again) * layers * tokens * 2 * kv_size / tp * e * (ring - 1) / cp_link
+    ring_s = 3 * (1 + again) * layers * tokens * 2 * np.maximum(kv_size / tp, card.head_dim) * e * (ring - 1) / cp_link
     return Traffic(
-        tp_s,
+        messages * message_s,
+        beside * message_s,
         ulysses_s,
         ring_s,
         _experts_s(setting, grid, stages, hidden, again),
@@ -81,7 +83,7 @@ def _gathered_again(setting: Setting, grid: Grid) -> Ints:
     if setting.engine.inputs == "whole":
         return np.zeros((len(grid), 1), np.int64)
     all_again = (grid.recompute == RECOMPUTES.index("full")) & (grid.recompute_layers == 0) & (setting.engine.inputs == "regathered")
-    return ((grid.sp == 1) & ~all_again).astype(np.int64)[:, None]
+    return np.asarray((grid.sp == 1) & ~all_again, np.int64)[:, None]
 
 
 def _link(setting: Setting, inner: Ints, size: Ints) -> Floats:

@@ -143,6 +143,7 @@ def test_every_setting_of_a_recipe_reaches_the_job_or_is_refused(key: str) -> No
 @pytest.mark.parametrize("name", list(Layout.model_fields))
 def test_every_degree_of_a_layout_reaches_the_job_or_is_refused(name: str) -> None:
     plan = make(RUN_DIR)
-    other = {"zero": 1, "recompute": "full"}.get(name, 2)
+    of_kind = True if Layout.model_fields[name].annotation is bool else 2
+    other = {"zero": 1, "recompute": "full", "stage_layers": (2, 1)}.get(name, of_kind)
     changed = plan.model_copy(update={"layout": plan.layout.model_copy(update={name: other})})
     assert NATIVE.refuse(changed.recipe, CARD, changed.layout) or NATIVE.render(changed) != NATIVE.render(plan)

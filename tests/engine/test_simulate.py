@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ascendfactory.core.plan import Plan
+from ascendfactory.planner.memory import HEAD_CHUNK_BYTES
 from tests.runs import make_tiny_plan
 from tests.tiny import write_chats
 
@@ -74,8 +75,10 @@ def test_bytes_of_sequence_parallelism(
     recompute: str, gathers: int, scatters: float, pool: Any, tiny_models: dict[str, str], tmp_path: Path
 ) -> None:
     """Two blocks a layer. Each gathers its input, in backward the gradient of its output and its input once more (whole layers that run
-    again keep what they gather), and scatters its output and the gradient of its input; what is recomputed sends again, but for a layer's
-    last scatter, which nothing waits for. Embedding and head gather and scatter once each. Outputs of a scatter are half of what two devices sum."""
+    again keep what they gather), and scatters its output and the gradient of its input. What is recomputed sends again, but for a
+    layer's last scatter, which nothing waits for. Embedding and head gather and scatter once each. The output of a scatter is half of
+    what two devices sum.
+    """
     layout = {"tp": 2, "sp": True, "recompute": recompute, "recompute_layers": "all"}
     found = simulated(pool, tiny_models["llama"], tmp_path, 16, layout=layout)["communicated"]
     blocks, micro_batches = 2 * NUM_LAYERS, 2
@@ -97,12 +100,14 @@ def test_bytes_of_context_parallelism(pool: Any, tiny_models: dict[str, str], tm
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_the_fullest_stage_of_a_pipeline(schedule: str, pool: Any, tiny_models: dict[str, str], tmp_path: Path) -> None:
-    """Its weights, gradients and moments as planned; a hidden state for each micro-batch comes, or its gradient; activations of all
-    micro-batches (gpipe) are more than those of two."""
+    """Its weights and moments as planned; a hidden state of each micro-batch comes, or its gradient. Under gpipe it keeps what all
+    micro-batches leave, the gradients of the head among them."""
     settings: dict[str, Any] = {"layout": {"pp": 2, "schedule": schedule, "zero": 1}, "batch": {"global_size": 8, "micro_size": 1}}
     found, plan = simulated_with_plan(pool, tiny_models["llama"], tmp_path, 2, **settings)
     planned = {term.name: term.num_bytes for term in plan.memory}
-    for name in ("weights", "gradients", "moments"):
-        assert found["peak"][name] == planned[name]
+    assert (found["peak"]["weights"], found["peak"]["moments"]) == (planned["weights"], planned["moments"])
+    assert found["peak"]["gradients"] <= planned["gradients"]
     assert found["communicated"]["recv pp"] == 8 * STREAM
-    assert (found["peak"]["activations"] > 1.7 * planned["activations"] / 2) == (schedule == "gpipe")
+    chunks = 2 * 64 * 320 * 4  # of logits; the planner reserves more
+    heads = planned["logits"] - 2 * HEAD_CHUNK_BYTES if "logits" in planned else 0
+    assert found["peak"]["activations"] == pytest.approx(planned["activations"] + heads + chunks / 2, rel=0.15)

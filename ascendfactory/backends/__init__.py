@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from ascendfactory.backends.llamafactory import LlamaFactory
 from ascendfactory.backends.native import Native
 from ascendfactory.core.plan import Backend
 
-BACKENDS: dict[str, Backend] = {"native": Native()}
+BACKENDS: dict[str, Backend] = {"native": Native(), "llamafactory": LlamaFactory()}

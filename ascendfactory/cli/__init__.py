@@ -32,6 +32,7 @@ VERBS = {
     "models": Verb("ascendfactory.cli.models:models", "models of the catalogue", "目录中的模型"),
     "backends": Verb("ascendfactory.cli.models:backends", "back ends and what they can train", "后端及其能力"),
     "schema": Verb("ascendfactory.cli.schema:schema", "JSON Schema of recipes, for editors", "配方的 JSON Schema（供编辑器使用）"),
+    "install": Verb("ascendfactory.cli.install:install", "make the environment of a back end", "安装后端的独立环境"),
     "doctor": Verb("ascendfactory.cli.doctor:doctor", "check this machine", "检查本机环境"),
 }
 

@@ -75,8 +75,8 @@ def from_argparse(parser: argparse.ArgumentParser) -> dict[str, Any]:
         elif action.type in NUMBERS:
             facts["type"] = NUMBERS[action.type]
         if action.choices:
-            facts["choices"] = list(action.choices)
-        if action.nargs in ("*", "+") or isinstance(action.nargs, int) and action.nargs > 1:
+            facts["choices"] = [getattr(choice, "name", choice) for choice in action.choices]
+        if action.nargs in ("*", "+") or (isinstance(action.nargs, int) and action.nargs > 1):
             facts["many"] = True
         if action.required:
             facts["required"] = True
@@ -173,7 +173,7 @@ def stand_in(optional: tuple[str, ...]) -> None:
 OPTIONAL = (
     "bitsandbytes", "sqlalchemy", "gpytorch", "sklearn", "highspy", "peft", "pandas", "sentencepiece", "einops", "tiktoken",
     "scipy", "mistral_common", "nltk", "datasets", "diffusers", "av", "decord", "torchvision", "ftfy", "bs4", "beartype", "torchdata",
-    "pandarallel", "qwen_vl_utils", "imageio", "cv2", "librosa", "soundfile", "torchaudio", "timm", "numba", "triton",
+    "pandarallel", "qwen_vl_utils", "imageio", "cv2", "timm", "numba", "triton", "six", "ray", "codetiming",
 )  # fmt: skip
 
 
@@ -212,7 +212,8 @@ def mindspeed(llm: Path, core: Path, megatron: Path, mm: bool) -> dict[str, Any]
 def mindspeed_tools(llm: Path) -> dict[str, Any]:
     """Options of preprocess_data.py, convert_ckpt.py and convert_ckpt_v2.py: their parser functions are run by themselves."""
     table: dict[str, Any] = {}
-    for name in ("preprocess_data.py", "convert_ckpt_v2.py", "convert_ckpt.py"):
+    deepseek = "examples/mcore/deepseek3/convert_ckpt_deepseek3_mcore2hf.py"
+    for name in ("preprocess_data.py", "convert_ckpt_v2.py", "convert_ckpt.py", deepseek):
         if (llm / name).exists():
             table[name] = tool_options(llm, name)
     return table
@@ -257,7 +258,7 @@ def declared(call: ast.Call) -> dict[str, Any]:
 def verl() -> dict[str, Any]:
     """Leaves of verl's packaged configuration, for its FSDP and its Megatron trainer."""
     from hydra import compose, initialize_config_module  # type: ignore[import-not-found]
-    from omegaconf import DictConfig, ListConfig, OmegaConf  # type: ignore[import-not-found]
+    from omegaconf import DictConfig, ListConfig  # type: ignore[import-not-found]
 
     table: dict[str, Any] = {}
 
@@ -268,7 +269,11 @@ def verl() -> dict[str, Any]:
             if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing() and len(child):
                 walk(child, f"{path}.")
                 continue
-            value = None if child is None or child._is_missing() or child._is_interpolation() or isinstance(child, ListConfig) else node.get(key)
+            value = (
+                None
+                if child is None or child._is_missing() or child._is_interpolation() or isinstance(child, ListConfig)
+                else node.get(key)
+            )
             table.setdefault(path, {"type": NUMBERS[type(value)]} if type(value) in (int, bool) else {})
 
     for config in ("ppo_trainer", "ppo_megatron_trainer"):

@@ -38,9 +38,20 @@ def data_rules(recipe: Recipe) -> list[Rule]:
     return [
         only(data.overlong != "cut", "data.overlong", "cut", f"overlong: {data.overlong}", f" overlong: {data.overlong}"),
         only(data.streaming, "data.streaming", False, "tokenising while training", "边训练边分词"),
-        only(data.chat_template is not None, "data.chat_template", None, "template file of your own", "自定义模板文件")[:2]
-        + ("it has templates of its own; leave chat_template out", "使用其自带模板；请删去 chat_template", None),
-        (bool(output.sample_prompts), "output.sample_prompts", "no samples while training; leave sample_prompts out", "训练中不生成样例；请删去 sample_prompts", []),
+        (
+            data.chat_template is not None,
+            "data.chat_template",
+            "it has templates of its own; leave chat_template out",
+            "使用其自带模板；请删去 chat_template",
+            None,
+        ),
+        (
+            bool(output.sample_prompts),
+            "output.sample_prompts",
+            "no samples while training; leave sample_prompts out",
+            "训练中不生成样例；请删去 sample_prompts",
+            [],
+        ),
         only(recipe.checkpoint.keep_best, "checkpoint.keep_best", False, "keeping of the best checkpoint", "保留最优检查点"),
         only(recipe.optim.nonfinite == "skip", "optim.nonfinite", "stop", "skipping of bad steps", "跳过异常步"),
         only(not data.mask_check, "data.mask_check", True, "switch for the check of masks", "关闭掩码检查"),
@@ -70,7 +81,9 @@ def check_options(given: dict[str, Any], known: dict[str, Any]) -> list[tuple[st
     for name, value in given.items():
         if name not in known:
             near = nearest(name, known)
-            found.append((name, f"no such option{f'; did you mean {near}?' if near else ''}", f"没有此选项{f'；是否为 {near}？' if near else ''}"))
+            found.append(
+                (name, f"no such option{f'; did you mean {near}?' if near else ''}", f"没有此选项{f'；是否为 {near}？' if near else ''}")
+            )
             continue
         choices, kind = known[name].get("choices"), known[name].get("type")
         if choices and value is not None and value not in choices and str(value) not in map(str, choices):
@@ -154,5 +167,3 @@ def num_steps(recipe: Recipe) -> int | None:
             return math.ceil(amount / (recipe.batch.global_size * recipe.data.seq_len))
         case _:
             return None
-
-

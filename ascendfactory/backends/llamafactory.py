@@ -117,7 +117,13 @@ def _torchrun(plan: Plan) -> list[str]:
     if plan.cluster.num_devices == 1:
         return []
     meeting = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
-    return ["-m", "torch.distributed.run", *(meeting if plan.cluster.nodes > 1 else ["--standalone"]), "--nproc-per-node", str(plan.cluster.nproc)]
+    return [
+        "-m",
+        "torch.distributed.run",
+        *(meeting if plan.cluster.nodes > 1 else ["--standalone"]),
+        "--nproc-per-node",
+        str(plan.cluster.nproc),
+    ]
 
 
 def _environment(plan: Plan) -> dict[str, str]:
@@ -145,7 +151,15 @@ def _objective_rules(recipe: Recipe) -> list[Rule]:
             return []
         case Reward():
             lora = isinstance(recipe.tuning, Lora)
-            return [(not lora, "tuning", "its full reward models cannot be resumed; write tuning: lora", "完整奖励模型无法断点续训；请写 tuning: lora", "lora")]
+            return [
+                (
+                    not lora,
+                    "tuning",
+                    "its full reward models cannot be resumed; write tuning: lora",
+                    "完整奖励模型无法断点续训；请写 tuning: lora",
+                    "lora",
+                )
+            ]
         case Grpo() | Dapo() | Ppo():
             kind = recipe.objective.kind
             text = f"no {kind} (its PPO needs libraries of 2023); write backend: verl"
@@ -159,10 +173,34 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
     packed_only = recipe.duration.unit == "tokens" and (data.packing != "packed" or isinstance(recipe.objective, Dpo | Reward))
     return [
         only(data.packing == "fixed", "data.packing", "packed", "padding to seq_len", "补齐到 seq_len"),
-        only(isinstance(recipe.objective, Dpo | Reward) and data.packing == "packed", "data.packing", "dynamic", "packed pairs", "打包的偏好对"),
-        only(isinstance(recipe.objective, Pretrain) and data.packing == "dynamic", "data.packing", "packed", "padded pre-training", "补齐式预训练"),
-        (packed_only, "duration", "tokens are only counted in packed rows; write steps or epochs", "仅打包时可按 token 计；请写 steps 或 epochs", None),
-        only(optim.schedule == "linear" and optim.min_lr_ratio > 0, "optim.min_lr_ratio", 0.0, "floor under a linear schedule", "线性调度的下限"),
+        only(
+            isinstance(recipe.objective, Dpo | Reward) and data.packing == "packed",
+            "data.packing",
+            "dynamic",
+            "packed pairs",
+            "打包的偏好对",
+        ),
+        only(
+            isinstance(recipe.objective, Pretrain) and data.packing == "dynamic",
+            "data.packing",
+            "packed",
+            "padded pre-training",
+            "补齐式预训练",
+        ),
+        (
+            packed_only,
+            "duration",
+            "tokens are only counted in packed rows; write steps or epochs",
+            "仅打包时可按 token 计；请写 steps 或 epochs",
+            None,
+        ),
+        only(
+            optim.schedule == "linear" and optim.min_lr_ratio > 0,
+            "optim.min_lr_ratio",
+            0.0,
+            "floor under a linear schedule",
+            "线性调度的下限",
+        ),
         (
             optim.schedule == "wsd" and num_steps(recipe) is None,
             "duration",
@@ -178,7 +216,8 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
             "500 steps",
         ),
         (
-            recipe.output.eval_every.unit == "tokens" or (recipe.output.eval_every.unit == "epochs" and recipe.output.eval_every.amount != 1),
+            recipe.output.eval_every.unit == "tokens"
+            or (recipe.output.eval_every.unit == "epochs" and recipe.output.eval_every.amount != 1),
             "output.eval_every",
             "evaluates every N steps or every epoch; write steps",
             "只能按步或按轮评估；请写 steps",
@@ -186,7 +225,13 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
         ),
         only(recipe.output.dtype != "auto", "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
         only(isinstance(tuning, Lora) and tuning.alpha != int(tuning.alpha), "tuning.alpha", 16.0, "fraction in alpha", "小数 alpha"),
-        only(recipe.model.init == "random" and isinstance(tuning, Lora), "model.init", "pretrained", "adapters on random weights", "随机权重上的 LoRA"),
+        only(
+            recipe.model.init == "random" and isinstance(tuning, Lora),
+            "model.init",
+            "pretrained",
+            "adapters on random weights",
+            "随机权重上的 LoRA",
+        ),
     ]
 
 
@@ -195,7 +240,13 @@ def _layout_rules(layout: Layout) -> list[Rule]:
         *degree_rules(layout, ("replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep")),
         only(layout.sp, "layout.sp", "auto", "sequence parallelism", "序列并行"),
         only(layout.schedule != "1f1b", "layout.schedule", "auto", "pipeline schedules", "流水线调度"),
-        only(layout.recompute in ("norm", "selective"), "layout.recompute", "auto", f"recompute {layout.recompute}", f"重计算 {layout.recompute}"),
+        only(
+            layout.recompute in ("norm", "selective"),
+            "layout.recompute",
+            "auto",
+            f"recompute {layout.recompute}",
+            f"重计算 {layout.recompute}",
+        ),
         only(layout.recompute_layers > 0, "layout.recompute_layers", "auto", "recomputation of some layers", "部分层重计算"),
         only(layout.offload_activations, "layout.offload_activations", False, "offloading of activations", "激活卸载"),
         only(layout.optim_dtype != "float32", "layout.optim_dtype", "float32", "moments in bfloat16", "bfloat16 动量"),

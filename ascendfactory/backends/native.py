@@ -29,7 +29,13 @@ class Native:
 
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why the embedded engine cannot run the recipe under this layout; empty if it can."""
-        return [*_refuse_foreign(recipe), *_refuse_objective(recipe), *_refuse_card(card), *_refuse_layout(recipe, layout), *_refuse_tuning(recipe, layout)]
+        return [
+            *_refuse_foreign(recipe),
+            *_refuse_objective(recipe),
+            *_refuse_card(card),
+            *_refuse_layout(recipe, layout),
+            *_refuse_tuning(recipe, layout),
+        ]
 
     def render(self, plan: Plan) -> Job:
         """The job that runs the plan: one process, or torchrun with one process a device."""

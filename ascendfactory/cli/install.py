@@ -42,4 +42,6 @@ def _list(found: object) -> None:
     for profile in found:
         assert isinstance(profile, Profile)
         state = "✓" if (environment_dir(profile.environment) / MARK).exists() else "-"
-        typer.echo(f"{state} {profile.backend:<14} {profile.name:<8} {profile.title}{pick(' (default)', '（默认）') if profile.default else ''}")
+        typer.echo(
+            f"{state} {profile.backend:<14} {profile.name:<8} {profile.title}{pick(' (default)', '（默认）') if profile.default else ''}"
+        )

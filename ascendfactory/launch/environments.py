@@ -46,10 +46,10 @@ class Profile(Fact):
     torch: str = ""
     torch_npu: str = ""
     packages: list[str]
-    bare_packages: list[str] = []  # installed without their dependencies
-    packages_cuda: list[str] = []
-    packages_npu: list[str] = []
-    stubs: list[str] = []  # modules that are imported but never used; empty ones stand in on a CPU
+    bare_packages: list[str] = Field(default=[])  # installed without their dependencies
+    packages_cuda: list[str] = Field(default=[])
+    packages_npu: list[str] = Field(default=[])
+    stubs: list[str] = Field(default=[])  # modules that are imported but never used; empty ones stand in on a CPU
     sources: list[Checkout] = Field(default=[])
     check: str
     source: str
@@ -83,7 +83,9 @@ def find_profile(backend: str, name: str = "auto") -> Profile:
     if not of_backend:
         names = sorted({profile.backend for profile in profiles()})
         near = nearest(backend, names) or ", ".join(names)
-        raise UserError("backend", f"'{backend}' needs no environment or is not known; write {near}", f"'{backend}' 不需要环境或未知；请写 {near}")
+        raise UserError(
+            "backend", f"'{backend}' needs no environment or is not known; write {near}", f"'{backend}' 不需要环境或未知；请写 {near}"
+        )
     if name == "auto":
         return of_backend[0]
     for profile in of_backend:
@@ -139,7 +141,9 @@ def resolve(argv: list[str], env: dict[str, str], environment: str, facts: dict[
     return [fill(word) for word in words], path | {name: fill(value) for name, value in env.items()}
 
 
-def install(profile: Profile, device: str, wheels: str | None = None, sources: str | None = None, say: Callable[[str], None] = print) -> Path:
+def install(
+    profile: Profile, device: str, wheels: str | None = None, sources: str | None = None, say: Callable[[str], None] = print
+) -> Path:
     """Makes the environment of a profile, anew where an earlier attempt was broken off.
 
     Args:
@@ -241,4 +245,8 @@ def _run(argv: list[str], log: Path, title: str) -> None:
             raise UserError(argv[0], f"cannot be started: {error.strerror}; install it", f"无法启动：{error.strerror}；请先安装") from None
     if code:
         last = next((line for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
-        raise UserError(str(log), f"'{title}' failed: {last}; run the same command again after mending it", f"“{title}”失败：{last}；修复后请重新运行同一命令")
+        raise UserError(
+            str(log),
+            f"'{title}' failed: {last}; run the same command again after mending it",
+            f"“{title}”失败：{last}；修复后请重新运行同一命令",
+        )

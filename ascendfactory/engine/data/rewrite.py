@@ -57,7 +57,9 @@ def rewrite(spec: Spec, folder: Path) -> dict[str, int]:
         if not sources:
             continue
         rows = _rows(spec, sources, part, counts)
-        counts[part] = _write_parquet(rows, folder / f"{part}.parquet") if spec.form == "rl" else _write_lines(rows, folder / f"{part}.jsonl")
+        counts[part] = (
+            _write_parquet(rows, folder / f"{part}.parquet") if spec.form == "rl" else _write_lines(rows, folder / f"{part}.jsonl")
+        )
         if not counts[part]:
             raise UserError(f"data.{part}", "holds no record that can be used", "中没有可用的记录")
     return counts
@@ -117,8 +119,8 @@ def _check_fields(source: Source, where: str, needed: tuple[str, ...]) -> None:
     if missing:
         raise UserError(
             where,
-            f"{source.path} has no field {' and '.join(missing)} (it has {', '.join(sorted(keys))}); name it in columns: {{{missing[0]}: ...}}",
-            f"{source.path} 没有字段 {'、'.join(missing)}（已有 {'、'.join(sorted(keys))}）；请用 columns: {{{missing[0]}: ...}} 指定",
+            f"{source.path} has no {' and '.join(missing)}; it has {', '.join(sorted(keys))}: name one in columns: {{{missing[0]}: ...}}",
+            f"{source.path} 没有 {'、'.join(missing)}，已有 {'、'.join(sorted(keys))}；请用 columns: {{{missing[0]}: ...}} 指定",
         )
 
 
@@ -201,7 +203,11 @@ def _preference(record: Record, place: str) -> tuple[list[Message], str, str]:
     if isinstance(turns, str) and turns.strip():
         turns = [{"role": "user", "content": turns}]
     if not turns or not isinstance(turns, list):
-        raise RecordError(place, "the prompt is missing (prompt, instruction, conversations or messages)", "缺少提示（prompt、instruction、conversations 或 messages）")
+        raise RecordError(
+            place,
+            "the prompt is missing (prompt, instruction, conversations or messages)",
+            "缺少提示（prompt、instruction、conversations 或 messages）",
+        )
     whole = to_sample({"messages": [*turns, {"role": "assistant", "content": chosen}]}, "messages", {}, place)
     assert isinstance(whole, Chat)
     before = whole.messages[:-1]
@@ -225,7 +231,9 @@ def _question_and_answer(record: Record, place: str) -> tuple[Any, str]:
     answer = next((record[name] for name in _ANSWERS if record.get(name) is not None), None)
     if question is None or answer is None:
         missing, names = ("question", _QUESTIONS) if question is None else ("answer", _ANSWERS)
-        raise RecordError(place, f"the {missing} is missing ({', '.join(names)}); name it in columns", f"缺少 {'、'.join(names)} 之一；请用 columns 指定")
+        raise RecordError(
+            place, f"the {missing} is missing ({', '.join(names)}); name it in columns", f"缺少 {'、'.join(names)} 之一；请用 columns 指定"
+        )
     text = str(answer)
     # GSM8K writes the result after its reasoning, behind "####"
     return question, text.rsplit("####", 1)[-1].strip() if "####" in text else text
@@ -240,7 +248,9 @@ def _question_row(record: Record, place: str) -> Row:
 
 def _verl_row(record: Record, place: str) -> Row:
     if isinstance(record.get("reward_model"), dict) and isinstance(record.get("prompt"), list):
-        return {name: record[name] for name in ("data_source", "prompt", "ability", "reward_model", "images") if record.get(name) is not None}
+        return {
+            name: record[name] for name in ("data_source", "prompt", "ability", "reward_model", "images") if record.get(name) is not None
+        }
     question, answer = _question_and_answer(record, place)
     prompt = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
     row: Row = {

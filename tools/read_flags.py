@@ -274,11 +274,20 @@ def verl() -> dict[str, Any]:
                 if child is None or child._is_missing() or child._is_interpolation() or isinstance(child, ListConfig)
                 else node.get(key)
             )
-            table.setdefault(path, {"type": NUMBERS[type(value)]} if type(value) in (int, bool) else {})
+            table.setdefault(path, {"type": "bool"} if isinstance(value, bool) else {})
 
-    for config in ("ppo_trainer", "ppo_megatron_trainer"):
+    trainers = ("ppo_trainer", "ppo_megatron_trainer")
+    seen = []
+    for config in trainers:
+        before = dict(table)
+        table.clear()
         with initialize_config_module("verl.trainer.config", version_base=None):
             walk(compose(config_name=config), "")
+        seen.append(dict(table))
+        table |= before
+    for name in table:  # an option of one trainer only
+        if (name in seen[0]) != (name in seen[1]):
+            table[name] = table[name] | {"only": trainers[0] if name in seen[0] else trainers[1]}
     return table
 
 

@@ -92,8 +92,10 @@ def layout_flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
         "swap-optimizer": layout.offload_optimizer,
         "o2-optimizer": layout.optim_dtype == "bfloat16",
     }
+    # always written: the check of reset-attention-mask in MindSpeed 2.2.0 reads it before it has a default
+    flags["context-parallel-size"] = layout.cp
     if layout.cp > 1:
-        flags |= {"context-parallel-size": layout.cp, **context_flags(layout)}
+        flags |= context_flags(layout)
     match layout.recompute:
         case "full":
             every = layout.recompute_layers == 0

@@ -81,7 +81,7 @@ class Verl:
         rules += _layout_rules(recipe, layout)
         if recipe.profile in ("auto", *PROFILES):
             ours = {*_derived(recipe, layout), *_PLACES} - set(DEFAULTS)
-            rules += extra_rules(recipe, ours, options(f"{NAME}-{_profile(recipe)}"))
+            rules += extra_rules(recipe, ours, _known(recipe, layout))
         return refusals(NAME, rules)
 
     def render(self, plan: Plan) -> Job:
@@ -101,7 +101,7 @@ class Verl:
             newest = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
             after.append(Step(name="export", argv=argv, environment=_environment(recipe), inputs=[newest], output=f"{run}/export"))
         config = ["--config-name=ppo_megatron_trainer"] if _megatron(plan.layout) else []
-        words = [f"{_prefix(name, recipe)}{name}={_text(value)}" for name, value in overrides(plan).items()]
+        words = [f"{name}={_text(value)}" for name, value in overrides(plan).items()]
         return Job(
             files=files,
             argv=["python", "-m", "verl.trainer.main_ppo", *config, *words],
@@ -123,6 +123,12 @@ def _profile(recipe: Recipe) -> str:
 
 def _environment(recipe: Recipe) -> str:
     return f"{NAME}-{_profile(recipe)}"
+
+
+def _known(recipe: Recipe, layout: Layout) -> dict[str, Any]:
+    """The options of the trainer that the layout chooses."""
+    trainer = "ppo_megatron_trainer" if _megatron(layout) else "ppo_trainer"
+    return {name: facts for name, facts in options(_environment(recipe)).items() if facts.get("only", trainer) == trainer}
 
 
 def _megatron(layout: Layout) -> bool:
@@ -227,7 +233,7 @@ def _derived(recipe: Recipe, layout: Layout) -> Overrides:
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
         "actor_rollout_ref.rollout.max_num_batched_tokens": max(seq_len, 8192),
         "actor_rollout_ref.model.enable_gradient_checkpointing": layout.recompute == "full",
-        **_optimizer(recipe),
+        **_optimizer(recipe, _megatron(layout)),
         **_engine(recipe, layout),
         **_saving(recipe),
     }
@@ -252,19 +258,22 @@ def _derived(recipe: Recipe, layout: Layout) -> Overrides:
     return values
 
 
-def _optimizer(recipe: Recipe) -> Overrides:
+def _optimizer(recipe: Recipe, megatron: bool) -> Overrides:
     optim = recipe.optim
     values: Overrides = {
         "actor_rollout_ref.actor.optim.lr": optim.lr,
         "actor_rollout_ref.actor.optim.weight_decay": optim.weight_decay,
         "actor_rollout_ref.actor.optim.betas": [optim.beta1, optim.beta2],
         "actor_rollout_ref.actor.optim.clip_grad": optim.max_grad_norm,
-        "actor_rollout_ref.actor.optim.lr_scheduler_type": optim.schedule,
-        "actor_rollout_ref.actor.optim.min_lr_ratio": optim.min_lr_ratio,
     }
+    part = "actor_rollout_ref.actor.optim"
+    if megatron:
+        values |= {f"{part}.lr_decay_style": optim.schedule, f"{part}.min_lr": optim.lr * optim.min_lr_ratio}
+    else:
+        values |= {f"{part}.lr_scheduler_type": optim.schedule, f"{part}.min_lr_ratio": optim.min_lr_ratio}
     steps = optim.warmup.unit == "steps"
     name = "lr_warmup_steps" if steps else "lr_warmup_steps_ratio"
-    return values | {f"actor_rollout_ref.actor.optim.{name}": int(optim.warmup.amount) if steps else optim.warmup.amount}
+    return values | {f"{part}.{name}": int(optim.warmup.amount) if steps else optim.warmup.amount}
 
 
 def _engine(recipe: Recipe, layout: Layout) -> Overrides:
@@ -277,7 +286,10 @@ def _engine(recipe: Recipe, layout: Layout) -> Overrides:
             "actor_rollout_ref.model.enable_activation_offload": layout.offload_activations,
         }
     part = "actor_rollout_ref.actor.megatron"
-    return {
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recompute = {f"{part}.override_transformer_config.{name}": value for name, value in full.items()}
+    return (recompute if layout.recompute == "full" else {}) | {
+        "actor_rollout_ref.actor.strategy": "megatron",
         f"{part}.tensor_model_parallel_size": layout.tp,
         f"{part}.pipeline_model_parallel_size": layout.pp,
         f"{part}.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
@@ -332,14 +344,10 @@ def overrides(plan: Plan) -> Overrides:
     if isinstance(recipe.objective, Ppo):
         values |= {"critic.model.path": recipe.model.path, "critic.strategy": "megatron" if _megatron(plan.layout) else "fsdp2"}
     values |= recipe.extra
-    known = options(_environment(recipe))
+    known = _known(recipe, plan.layout)
     if wrong := check_options({name: value for name, value in values.items() if not isinstance(value, list)}, known):
         raise ValueError("; ".join(f"{name}: {en}" for name, en, _ in wrong))
     return values
-
-
-def _prefix(name: str, recipe: Recipe) -> str:
-    return "" if name in options(_environment(recipe)) else "+"
 
 
 def _text(value: Any) -> str:

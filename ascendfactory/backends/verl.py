@@ -195,6 +195,7 @@ def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
     megatron, lora = _megatron(layout), isinstance(recipe.tuning, Lora)
     return [
         only(layout.ring > 1 and not megatron, "layout.ring", 1, "ring under FSDP", "FSDP 下的 ring"),
+        only(layout.vpp > 1 and not megatron, "layout.vpp", 1, "virtual pipeline under FSDP", "FSDP 下的虚拟流水线"),
         only(layout.ulysses > 1 and megatron, "layout.ulysses", 1, "Ulysses under Megatron", "Megatron 下的 Ulysses"),
         only(layout.replicate > 1 and megatron, "layout.replicate", 1, "replicas under Megatron", "Megatron 下的副本"),
         only(layout.zero != (1 if megatron else 3), "layout.zero", 1 if megatron else 3, f"zero {layout.zero}", f" zero {layout.zero}"),

@@ -14,11 +14,11 @@ from ascendfactory.core.recipe import Recipe
 DATA = {"pretrain": "corpus.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}
 
 
-def make_recipe(model: str, backend: str, stage: str = "sft_full", **settings: Any) -> Recipe:
+def make_recipe(model: str, backend: str, stage: str = "sft_full", /, **settings: Any) -> Recipe:
     """A small recipe; `stage` is a name of the support tables, `settings` are top-level keys."""
     objective, _, tuning = stage.partition("_")
     text: dict[str, Any] = {
-        "model": model,
+        "model": {"path": model},
         "objective": objective,
         "tuning": tuning or "full",
         "data": {"train": DATA.get(objective, "chats.jsonl"), "seq_len": 4096},
@@ -48,7 +48,7 @@ def make_job_plan(recipe: Recipe, layout: dict[str, Any], nodes: int = 1, nproc:
         backend=recipe.backend,
         cluster=Cluster(device=find_device(device), nodes=nodes, nproc=nproc),
         layout=given.model_copy(update={"dp": dp, "num_micro": max(1, num_micro)}),
-        dtype="bfloat16",
+        dtype="float32" if recipe.model.dtype == "float32" else "bfloat16",
         run_dir="runs/run",
         memory=[],
         why=[],

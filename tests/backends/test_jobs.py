@@ -119,7 +119,7 @@ def _with(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return settings
 
 
-def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | None = None) -> Job | None:
+def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | None = None, **more: Any) -> Job | None:
     """The job, or None where it is refused."""
     model, stage, base = BASES[backend]
     settings: dict[str, Any] = {}
@@ -129,9 +129,9 @@ def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | No
             objective, _, tuning = stage.partition("_")
             settings[kind] = {"kind": objective if kind == "objective" else tuning}
         settings = _with(settings, path, value)
-    if path == "model.path":
-        settings = {"model": "qwen2.5-vl-3b" if backend == "mindspeed_mm" else value}
-    recipe = make_recipe(model, backend, stage, **({"model": model} | settings if path != "model.path" else settings))
+    if path == "model.path" and backend == "mindspeed_mm":
+        settings = {"model": {"path": "qwen2.5-vl-3b"}}
+    recipe = make_recipe(model, backend, stage, **settings, **more)
     plan = make_job_plan(recipe, layout or base)
     adapter = BACKENDS[backend]
     return None if adapter.refuse(recipe, plan.card, plan.layout) else adapter.render(plan)
@@ -161,8 +161,10 @@ def test_every_recipe_key_counts(backend: str) -> None:
             continue
         if path.split(".")[0] in ("model", "data", "optim", "batch", "checkpoint", "output") and path.count(".") == 0:
             continue
-        changed = _job(backend, path, value)
-        if changed is not None and text_of(changed) == text_of(base) and path not in MODULES[backend].NO_EFFECT:
+        changed, before = _job(backend, path, value), base
+        if path == "output.eval_every" and backend in ("llamafactory", "verl"):  # it counts where something is evaluated
+            changed, before = (_job(backend, "data.eval", ["eval.jsonl"], output={"eval_every": every}) for every in (value, "100 steps"))
+        if changed is not None and text_of(changed) == text_of(before) and path not in MODULES[backend].NO_EFFECT:
             silent.append(path)
     assert silent == []
 

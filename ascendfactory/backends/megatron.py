@@ -34,6 +34,16 @@ class Split:
         return len(set(self.layers_per_stage)) == 1
 
     @property
+    def extends(self) -> bool:
+        """Whether experts are spread over the tp devices too, whole; else tp cuts every one of them."""
+        return self.tp > 1 and self.ep % self.tp == 0
+
+    @property
+    def expert_groups(self) -> int:
+        """Megatron's own expert degree, which does not count tp."""
+        return self.ep // self.tp if self.extends else self.ep
+
+    @property
     def layers_per_chunk(self) -> int:
         """Layers of a virtual chunk."""
         return self.num_layers // (self.pp * self.vpp)
@@ -42,14 +52,17 @@ class Split:
         """Of the trainer."""
         flags: Flags = {"tensor-model-parallel-size": self.tp, "pipeline-model-parallel-size": self.pp}
         if experts:
-            # the default would be tp: experts are cut by ep alone here, and so are they in the converted weights
-            flags |= {"expert-model-parallel-size": self.ep, "expert-tensor-parallel-size": 1}
+            # always written: what it defaults to differs between versions
+            flags |= {"expert-model-parallel-size": self.expert_groups, "expert-tensor-parallel-size": self.tp}
+            flags["moe-tp-extend-ep"] = self.extends
         return flags | self._cut()
 
     def convert_flags(self, experts: bool) -> Flags:
         """Of the converter from Hugging Face weights."""
         flags: Flags = {"target-tensor-parallel-size": self.tp, "target-pipeline-parallel-size": self.pp}
-        return flags | ({"target-expert-parallel-size": self.ep} if experts else {}) | self._cut()
+        if experts:
+            flags |= {"target-expert-parallel-size": self.expert_groups, "moe-tp-extend-ep": self.extends}
+        return flags | self._cut()
 
     def _cut(self) -> Flags:
         if self.vpp > 1:

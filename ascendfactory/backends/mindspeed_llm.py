@@ -230,11 +230,11 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
         ),
         only(moe and lora and layout.tp > 1, "layout.tp", 1, "LoRA on experts under tp", "tp 下的专家 LoRA"),
         only(
-            moe and layout.ep > 1 and _expert_tp(card, layout) > 1 and layout.dp * layout.cp % layout.ep != 0,
+            moe and not split_of(card, layout).extends and layout.dp * layout.cp % layout.ep != 0,
             "layout.ep",
             1,
-            "such ep",
-            "此 ep",
+            f"ep {layout.ep} here: it must be a multiple of tp, or divide dp x cp",
+            f" ep {layout.ep}",
         ),
         only(
             layout.offload_optimizer and layout.reuse_params,
@@ -260,12 +260,6 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
     ]
 
 
-def _expert_tp(card: ModelCard, layout: Layout) -> int:
-    """The old converter cuts every expert by tp; the new one leaves them whole."""
-    family = family_of(card)
-    return layout.tp if family is not None and not family.model_type_v2 else 1
-
-
 def _set_by_us(recipe: Recipe, card: ModelCard, layout: Layout) -> set[str]:
     return {
         *model_flags(card),
@@ -286,8 +280,8 @@ def train_flags(plan: Plan) -> Flags:
     """
     recipe, card = plan.recipe, plan.card
     flags = model_flags(card) | _training_flags(recipe, card) | layout_flags(recipe, card, plan.layout)
-    if card.moe is not None:
-        flags["expert-tensor-parallel-size"] = _expert_tp(card, plan.layout)
+    if plan.layout.cp > 1 and recipe.data.packing == "packed":
+        flags["attention-mask-type"] = "general"  # the causal one does not know documents under Ulysses
     flags |= {
         "micro-batch-size": plan.layout.micro_size,
         "bf16": plan.dtype == "bfloat16",
@@ -340,12 +334,13 @@ def _training_flags(recipe: Recipe, card: ModelCard) -> Flags:
 def _objective_flags(recipe: Recipe, card: ModelCard) -> Flags:
     family, packed = family_of(card), recipe.data.packing == "packed"
     assert family is not None
+    # Packed documents end with EOD; reset there, they cannot see each other. 2.2.0 knows it by the position ids alone.
+    reset: Flags = {"reset-position-ids": True, "reset-attention-mask": _profile(recipe) != "2.2.0"}
     if isinstance(recipe.objective, Pretrain):
-        # documents end with EOD, and with the mask reset there they cannot see each other
-        return {"reset-attention-mask": True, "reset-position-ids": True}
+        return reset
     flags: Flags = {"stage": "sft", "is-instruction-dataset": True, "prompt-type": family.prompt}
     if packed:
-        return flags | {"neat-pack": True, "padded-samples": True, "reset-attention-mask": True, "reset-position-ids": True}
+        return flags | reset | {"neat-pack": True, "padded-samples": True}
     return flags | (
         {"no-pad-to-seq-lengths" if _profile(recipe) == "master" else "variable-seq-lengths": True}
         if recipe.data.packing == "dynamic"
@@ -439,7 +434,7 @@ def _convert_flags(plan: Plan, back: bool) -> tuple[str, Flags]:
     flags |= (split_of(card, Layout()) if back else split).convert_flags(experts)
     if v2:
         if experts:
-            flags["expert-tensor-parallel-size"] = 1
+            flags["expert-tensor-parallel-size"] = split.tp
             if card.moe is not None and card.moe.first_dense_layers:
                 flags |= {"first-k-dense-replace": card.moe.first_dense_layers, "num-layers": card.num_layers}
         return "convert_ckpt_v2.py", flags

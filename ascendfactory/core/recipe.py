@@ -318,9 +318,7 @@ class Recipe(Section):
     cluster: Annotated[ClusterSpec, BeforeValidator(_cluster)] = ClusterSpec()
     layout: LayoutSpec = LayoutSpec()
     backend: BackendName = "auto"
-    profile: str = Field(
-        "auto", description="the version of the back end (`ascendfactory backends`); auto = the one that covers most models"
-    )
+    profile: str = Field("auto", description="the version of the back end (`ascendfactory install` lists them); auto = its default")
     extra: dict[str, Any] = Field(
         default={}, description="options handed to the back end under its own names; those that AscendFactory sets itself are refused"
     )

@@ -68,7 +68,8 @@ VERL = """
 af_output_dir: /work/out
 af_model_name: qwen3-8b
 backend_config:
-  data: { train_files: /d/train.parquet, val_files: /d/test.parquet, train_batch_size: 32, max_prompt_length: 1024, max_response_length: 3072}
+  data: {train_files: /d/train.parquet, val_files: /d/test.parquet, train_batch_size: 32, max_prompt_length: 1024,
+    max_response_length: 3072}
   actor_rollout_ref:
     model: {path: /work/model/Qwen3-8B}
     actor: {optim: {lr: 1.0e-6}, ppo_mini_batch_size: 8, ulysses_sequence_parallel_size: 2}

@@ -77,7 +77,7 @@ def _environment(plan: Plan) -> dict[str, str]:
 
 def _refuse_foreign(recipe: Recipe) -> list[Refusal]:
     """Settings that only other back ends have."""
-    rows = (
+    rows: tuple[tuple[str, bool, object], ...] = (
         ("extra", bool(recipe.extra), {}),
         ("profile", recipe.profile != "auto", "auto"),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,11 +49,17 @@ def recipe_text(file: Path, overrides: list[str]) -> tuple[str, list[str]]:
 
 
 def legacy_recipe(file: str, overrides: list[str]) -> Recipe:
-    """The recipe of an old file, for `train`; its YAML is kept as exp-config.yaml beside the results."""
-    text, notes = recipe_text(Path(file), overrides)
+    """The recipe of an old file, for `train`.
+
+    Args:
+        file: the old YAML.
+        overrides: of the old file's keys (`--env.NNODES=2`), or of the recipe's (`--cluster="8 snt9b"`).
+    """
+    ours = [word for word in overrides if re.split(r"[.=]", word.removeprefix("--"))[0] in Recipe.model_fields]
+    text, notes = recipe_text(Path(file), [word for word in overrides if word not in ours])
     for line in notes:
         typer.echo(f"· {line}", err=True)
-    return load_recipe(text)
+    return load_recipe(text, ours)
 
 
 def old_config(backend: str | None, model: str | None, experiment: str | None, output: str | None, asks: bool) -> int:

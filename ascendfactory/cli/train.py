@@ -69,7 +69,8 @@ def _show(plan: Plan) -> None:
 
     Console(highlight=False).print(render(plan))
     job = BACKENDS[plan.backend].render(plan)
-    typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in job.env.items()), shlex.join(job.argv)]))
+    for task in (*job.before, job, *job.after):
+        typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in task.env.items()), shlex.join(task.argv)]))
 
 
 def _say_where(plan: Plan, finished: bool) -> None:

@@ -71,7 +71,8 @@ def read_legacy(text: str, overrides: Sequence[str] = ()) -> Tree:
         if not equals:
             raise UserError(override, "an override is written --key=value", "覆盖项写作 --键=值")
         _set(tree, path.split("."), yaml.safe_load(value))
-    return _resolved(tree, tree, ())
+    resolved: Tree = _resolved(tree, tree, ())
+    return resolved
 
 
 def _set(tree: Tree, keys: list[str], value: Any) -> None:

@@ -79,7 +79,8 @@ def launch(
 
 def _run_all(job: Job, folder: Path, run_id: str, log: IO[bytes], follower: _Follower) -> int:
     """The steps before, the training, the steps after; the first that fails ends it."""
-    for task in (*job.before, job, *job.after):
+    tasks: list[Job | Step] = [*job.before, job, *job.after]
+    for task in tasks:
         if isinstance(task, Step):
             fingerprint = step_fingerprint(task)
             name = {"step": task.name}

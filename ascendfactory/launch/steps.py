@@ -29,9 +29,10 @@ def step_fingerprint(step: Step) -> str:
 def is_made(step: Step, fingerprint: str) -> bool:
     """Whether the output of this very step is there."""
     try:
-        return json.loads((Path(step.output) / MARK).read_text(encoding="utf-8")) == {"step": step.name, "fingerprint": fingerprint}
+        made = json.loads((Path(step.output) / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
+    return bool(made == {"step": step.name, "fingerprint": fingerprint})
 
 
 def prepare(step: Step) -> None:

@@ -31,12 +31,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(model: Path, folder: Path, data: list[dict[str, Any]], **settings: Any) -> list[StepMetrics]:
+def _run(model: Path, folder: Path, rows: list[dict[str, Any]], /, **settings: Any) -> list[StepMetrics]:
     import ascendfactory
     from ascendfactory.launch.start import start
 
     source = folder.parent / f"{folder.name}.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in data))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe: dict[str, Any] = {
         "name": folder.name,
         "model": str(model),

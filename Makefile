@@ -18,7 +18,7 @@ LF_VENV    := .venv-llamafactory
 # What the chat and the answers are of.
 MODEL ?= demo/run/export
 
-.PHONY: help setup demo chat test lint format bench docs clean
+.PHONY: help setup demo chat test test-backends lint format bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 \t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 19
@@ -57,6 +57,10 @@ chat: $(READY)  ## talk to the demo's model (another: MODEL=folder)
 
 test: $(READY)  ## the tests
 	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest
+
+test-backends: $(READY)  ## LLaMA-Factory in an environment of its own, trained with for real on this CPU
+	$(VENV)/bin/ascendfactory install llamafactory --device cpu
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/backends
 
 lint: $(READY)  ## ruff, mypy and the rules of who may import whom
 	$(VENV)/bin/ruff check .

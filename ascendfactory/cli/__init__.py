@@ -32,6 +32,8 @@ VERBS = {
     "models": Verb("ascendfactory.cli.models:models", "models of the catalogue", "目录中的模型"),
     "backends": Verb("ascendfactory.cli.models:backends", "back ends and what they can train", "后端及其能力"),
     "schema": Verb("ascendfactory.cli.schema:schema", "JSON Schema of recipes, for editors", "配方的 JSON Schema（供编辑器使用）"),
+    "install": Verb("ascendfactory.cli.install:install", "make the environment of a back end", "安装后端的独立环境"),
+    "migrate": Verb("ascendfactory.cli.legacy:migrate", "turn a YAML of AscendFactory 6.5 into a recipe", "将 6.5 版 YAML 转为配方"),
     "doctor": Verb("ascendfactory.cli.doctor:doctor", "check this machine", "检查本机环境"),
 }
 
@@ -89,7 +91,7 @@ def _call(name: str, arguments: list[str]) -> int:
     else:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         # Settings of the recipe (`--optim.lr=1e-5`) are options that typer does not know: they reach the verb as they are.
-        takes_settings = name in ("train", "plan", "data")
+        takes_settings = name in ("train", "plan", "data", "migrate")
         app.command(
             help=pick(verb.en, verb.zh),
             context_settings={

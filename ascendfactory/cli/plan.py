@@ -66,15 +66,14 @@ def plan(
         return
     from rich.console import Console
 
-    from ascendfactory.backends import BACKENDS
     from ascendfactory.planner.explain import render
 
     Console(highlight=False).print(render(made))
     if simulate:
         _print_simulation(made)
-    if made.backend not in BACKENDS:
-        en = f"this release plans with {made.backend} and cannot launch it yet"
-        typer.echo("\n" + pick(en, f"本版本可用 {made.backend} 规划，但尚不能启动它"))
+    if made.backend not in ("native", made.recipe.backend):
+        en = f"to run it there, write backend: {made.backend} ('ascendfactory install {made.backend}' makes its environment)"
+        typer.echo("\n" + pick(en, f"如需在其上运行，请写 backend: {made.backend}（'ascendfactory install {made.backend}' 安装其环境）"))
 
 
 def _refuse_what_does_not_go_together(top: int, tables: dict[str, bool], of_a_plan: dict[str, bool]) -> None:

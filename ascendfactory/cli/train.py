@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ascendfactory.cli.progress import Progress
-from ascendfactory.cli.recipes import read_recipe
+from ascendfactory.cli.recipes import read_recipe, read_text
 from ascendfactory.core.messages import UserError, pick
 from ascendfactory.core.plan import Plan
 
@@ -52,7 +52,12 @@ def _plan_of(path: str, arguments: list[str]) -> Plan:
             raise UserError(arguments[0], en, "计划按原样运行；请改用配方来修改设置")
         return read_plan(Path(path))
     from ascendfactory.api import make_plan
+    from ascendfactory.launch.legacy import is_legacy
 
+    if is_legacy(read_text(path)):
+        from ascendfactory.cli.legacy import legacy_recipe
+
+        return make_plan(legacy_recipe(path, arguments))
     return make_plan(read_recipe(path, arguments, ["--dry-run"]))
 
 
@@ -64,7 +69,8 @@ def _show(plan: Plan) -> None:
 
     Console(highlight=False).print(render(plan))
     job = BACKENDS[plan.backend].render(plan)
-    typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in job.env.items()), shlex.join(job.argv)]))
+    for task in (*job.before, job, *job.after):
+        typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in task.env.items()), shlex.join(task.argv)]))
 
 
 def _say_where(plan: Plan, finished: bool) -> None:

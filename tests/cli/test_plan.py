@@ -38,7 +38,7 @@ def test_what_people_see(file: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
     assert text.count("% mindspeed_llm") == 2
     assert "passed over:" in text
-    assert "cannot launch it yet" in text
+    assert "to run it there, write backend: mindspeed_llm" in text
 
 
 def test_the_same_in_chinese(file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

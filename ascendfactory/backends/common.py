@@ -11,7 +11,7 @@ from typing import Any
 
 from ascendfactory.core.messages import nearest
 from ascendfactory.core.plan import Layout, Plan, Refusal, Step
-from ascendfactory.core.recipe import Recipe
+from ascendfactory.core.recipe import Recipe, Schedule
 
 Rule = tuple[bool, str, str, str, Any]  # broken, recipe key, what to do in English, in Chinese, the value that would be accepted
 
@@ -92,6 +92,34 @@ def check_options(given: dict[str, Any], known: dict[str, Any]) -> list[tuple[st
         elif value is not None and not _fits(value, kind):
             found.append((name, f"{value!r} is not of type {kind}", f"{value!r} 不是 {kind} 类型"))
     return found
+
+
+def schedule_rule(layout: Layout, *known: Schedule) -> Rule:
+    """The rule that the framework has this order of micro-batches."""
+    name = layout.schedule
+    return only(name not in known, "layout.schedule", "auto", f"{name} schedule", f" {name} 调度")
+
+
+def absent_rules(recipe: Recipe, layout: Layout, *names: str) -> list[Rule]:
+    """Settings that the framework has nothing for, by the last word of their key."""
+    rules = {
+        "stage_layers": only(bool(layout.stage_layers), "layout.stage_layers", "auto", "choice of each stage's layers", "逐级指定层数"),
+        "overlap_chunks": only(
+            layout.overlap_chunks > 1, "layout.overlap_chunks", 1, "matrix products cut to hide messages", "切块掩盖通信的矩阵乘"
+        ),
+        "recompute_in_advance": only(
+            layout.recompute_in_advance, "layout.recompute_in_advance", False, "recomputation in advance", "提前重计算"
+        ),
+        "in_backward": only(recipe.optim.in_backward, "optim.in_backward", False, "update inside the backward pass", "反向中更新权重"),
+        "restarts": only(
+            recipe.cluster.restarts > 0,
+            "cluster.restarts",
+            0,
+            "restart by itself (the same command resumes)",
+            "自动重启（再次执行同一命令即续训）",
+        ),
+    }
+    return [rules[name] for name in names]
 
 
 def _fits(value: Any, kind: str | None) -> bool:

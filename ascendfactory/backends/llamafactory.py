@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from ascendfactory.backends.common import (
     Rule,
+    absent_rules,
     check_options,
     data_rules,
     data_step,
@@ -25,6 +26,7 @@ from ascendfactory.backends.common import (
     profile_rule,
     program,
     refusals,
+    schedule_rule,
 )
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, StepMetrics
 from ascendfactory.core.recipe import Dapo, Dpo, Full, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
@@ -72,6 +74,7 @@ class LlamaFactory:
             *data_rules(recipe),
             *_setting_rules(recipe),
             *_layout_rules(layout),
+            *_absent(recipe, layout),
             *extra_rules(recipe, set(_common(recipe, card)) - {"template"}, known),
         ]
         return refusals(NAME, rules)
@@ -114,7 +117,8 @@ def _profile(recipe: Recipe) -> str:
 
 
 def _torchrun(plan: Plan) -> list[str]:
-    if plan.cluster.num_devices == 1:
+    restarts = plan.recipe.cluster.restarts
+    if plan.cluster.num_devices == 1 and not restarts:
         return []
     meeting = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
     return [
@@ -123,6 +127,7 @@ def _torchrun(plan: Plan) -> list[str]:
         *(meeting if plan.cluster.nodes > 1 else ["--standalone"]),
         "--nproc-per-node",
         str(plan.cluster.nproc),
+        *(["--max-restarts", str(restarts)] if restarts else []),
     ]
 
 
@@ -239,7 +244,7 @@ def _layout_rules(layout: Layout) -> list[Rule]:
     return [
         *degree_rules(layout, ("replicate", "tp", "pp", "vpp", "ring", "ulysses", "ep")),
         only(layout.sp, "layout.sp", "auto", "sequence parallelism", "序列并行"),
-        only(layout.schedule != "1f1b", "layout.schedule", "auto", "pipeline schedules", "流水线调度"),
+        schedule_rule(layout, "1f1b"),
         only(
             layout.recompute in ("norm", "selective"),
             "layout.recompute",
@@ -252,6 +257,12 @@ def _layout_rules(layout: Layout) -> list[Rule]:
         only(layout.optim_dtype != "float32", "layout.optim_dtype", "float32", "moments in bfloat16", "bfloat16 动量"),
         only(layout.reuse_params, "layout.reuse_params", False, "sharing of weights with their masters", "参数副本复用"),
     ]
+
+
+def _absent(recipe: Recipe, layout: Layout) -> list[Rule]:
+    # torchrun of several nodes meets at a fixed address, where a node that was not lost does not come again
+    restarts = ("restarts",) if recipe.cluster.nodes > 1 else ()
+    return absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", *restarts)
 
 
 def train_config(plan: Plan) -> dict[str, Any]:

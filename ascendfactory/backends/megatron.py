@@ -6,10 +6,12 @@ options that each version's parser accepts before anything starts.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from ascendfactory.backends.common import num_steps
 from ascendfactory.core.plan import Layout, ModelCard, Plan, StepMetrics
 from ascendfactory.core.recipe import Lora, Recipe
 
@@ -27,6 +29,7 @@ class Split:
     ep: int
     num_layers: int
     layers_per_stage: tuple[int, ...]  # one entry a stage
+    v_shaped: bool = False  # DualPipeV: every stage holds a chunk from the front and its mirror from the back
 
     @property
     def even(self) -> bool:
@@ -65,6 +68,8 @@ class Split:
         return flags | self._cut()
 
     def _cut(self) -> Flags:
+        if self.v_shaped:
+            return {"schedules-method": "dualpipev"}
         if self.vpp > 1:
             return {"num-layers-per-virtual-pipeline-stage": self.layers_per_chunk}
         return {} if self.even else {"num-layer-list": ",".join(map(str, self.layers_per_stage))}
@@ -75,7 +80,9 @@ def split_of(card: ModelCard, layout: Layout) -> Split:
     base, rest = divmod(card.num_layers, layout.pp)
     first = (layout.pp - rest) // 2
     stages = tuple(base + (first <= stage < first + rest) for stage in range(layout.pp))
-    return Split(layout.tp, layout.pp, layout.vpp, layout.ep, card.num_layers, stages)
+    if layout.stage_layers and layout.vpp == 1:
+        stages = layout.stage_layers
+    return Split(layout.tp, layout.pp, layout.vpp, layout.ep, card.num_layers, stages, layout.schedule == "dualpipev")
 
 
 def words(flags: Flags) -> list[str]:
@@ -95,16 +102,20 @@ def words(flags: Flags) -> list[str]:
 def layout_flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
     """Parallelism, recomputation and memory."""
     flags = split_of(card, layout).train_flags(card.moe is not None)
+    overlaps = layout.shard > 1 and layout.schedule != "dualpipev"  # it makes weight gradients apart from the others
     flags |= {
         "sequence-parallel": layout.tp > 1 and layout.sp,
         "use-distributed-optimizer": True,
-        "overlap-grad-reduce": layout.shard > 1,
-        "overlap-param-gather": layout.shard > 1 and not isinstance(recipe.tuning, Lora),
+        "overlap-grad-reduce": overlaps,
+        "overlap-param-gather": overlaps and not isinstance(recipe.tuning, Lora),
         "reuse-fp32-param": layout.reuse_params,
         "swap-attention": layout.offload_activations,
         "swap-optimizer": layout.offload_optimizer,
         "o2-optimizer": layout.optim_dtype == "bfloat16",
     }
+    if layout.overlap_chunks > 1:
+        flags |= {"use-ascend-coc": True, "coc-parallel-num": layout.overlap_chunks}
+    flags["recompute-in-advance"] = layout.recompute_in_advance
     # always written: the check of reset-attention-mask in MindSpeed 2.2.0 reads it before it has a default
     flags["context-parallel-size"] = layout.cp
     if layout.cp > 1:
@@ -158,6 +169,28 @@ def torchrun(plan: Plan) -> list[str]:
     """torchrun over the nodes of a plan."""
     meeting = ["--nnodes", "{nodes}", "--node_rank", "{node_rank}", "--master_addr", "{master_addr}", "--master_port", "{master_port}"]
     return ["python", "-m", "torch.distributed.run", "--nproc_per_node", str(plan.cluster.nproc), *meeting]
+
+
+def start_facts(plan: Plan, fresh: list[str], resume: list[str], **more: Any) -> str:
+    """What programs/megatron_train.py must know, as the text of its job file `job/start.json`.
+
+    Args:
+        fresh: words that start from the converted weights.
+        resume: words that go on from the newest checkpoint of the run.
+        more: how an epoch is counted, where the run lasts or saves by epochs.
+    """
+    every = plan.recipe.checkpoint.every
+    facts = {
+        "checkpoints": f"{plan.run_dir}/checkpoints",
+        "fresh": fresh,
+        "resume": resume,
+        "steps": num_steps(plan.recipe),
+        "epochs": plan.recipe.duration.amount if plan.recipe.duration.unit == "epochs" else None,
+        "save_steps": int(every.amount) if every.unit == "steps" else None,
+        "save_epochs": every.amount if every.unit == "epochs" else None,
+        **more,
+    }
+    return json.dumps(facts, indent=2) + "\n"
 
 
 def environment(plan: Plan, folders: list[str]) -> dict[str, str]:

@@ -6,21 +6,21 @@ is averaged over micro-batches, and long samples are cut at seq_len.
 
 from __future__ import annotations
 
-import json
 from typing import Any, assert_never
 
 from ascendfactory.backends.common import (
     Rule,
+    absent_rules,
     check_options,
     data_rules,
     data_step,
     extra_rules,
-    num_steps,
     only,
     options,
     profile_rule,
     program,
     refusals,
+    schedule_rule,
 )
 from ascendfactory.backends.megatron import (
     Flags,
@@ -30,6 +30,7 @@ from ascendfactory.backends.megatron import (
     optimizer_flags,
     read_iteration,
     split_of,
+    start_facts,
     torchrun,
     words,
 )
@@ -194,11 +195,11 @@ def _card_rules(card: ModelCard, family: Family | None, profile: str) -> list[Ru
 
 def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
     lora, moe = isinstance(recipe.tuning, Lora), card.moe is not None
-    heads_cut = card.num_heads % (layout.tp * layout.ulysses) != 0
     return [
         only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
         only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
-        only(layout.schedule == "gpipe", "layout.schedule", "auto", "gpipe schedule", " gpipe 调度"),
+        *_pipeline_rules(recipe, card, layout),
+        *absent_rules(recipe, layout, "in_backward", "restarts"),
         only(layout.recompute == "selective", "layout.recompute", "auto", "selective recomputation", "选择性重计算"),
         only(
             layout.recompute == "norm" and layout.recompute_layers > 0,
@@ -220,7 +221,6 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
             "tp above the key/value heads",
             "超过 KV 头数的 tp",
         ),
-        only(heads_cut, "layout.ulysses", 1, "such split of the attention heads", "这样的注意力头切分"),
         only(
             moe and layout.tp > 1 and not layout.sp,
             "layout.sp",
@@ -256,6 +256,52 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
             1,
             "ring over such seq_len",
             "该 seq_len 的环形并行",
+        ),
+    ]
+
+
+def _pipeline_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
+    """Orders of micro-batches, uneven stages and what hides in the gaps, within what its validation and converters allow."""
+    sizes, family, lora = layout.stage_layers, family_of(card), isinstance(recipe.tuning, Lora)
+    is_v, extends = layout.schedule == "dualpipev", card.moe is not None and split_of(card, layout).extends
+    chunked, chunks = layout.overlap_chunks > 1, layout.overlap_chunks
+    in_advance = layout.vpp > 1 and layout.recompute == "full" and layout.recompute_layers > 0
+    return [
+        schedule_rule(layout, "1f1b", *(("interleaved", "dualpipev") if layout.vpp > 1 else ())),
+        only(is_v and lora, "layout.schedule", "auto", "LoRA under dualpipev", "dualpipev 下的 LoRA"),
+        only(is_v and card.tied_embeddings, "layout.schedule", "auto", "tied embeddings under dualpipev", "dualpipev 下的共享词嵌入"),
+        only(is_v and layout.cp > 1, "layout.schedule", "auto", "context parallelism under dualpipev", "dualpipev 下的上下文并行"),
+        only(
+            is_v and layout.offload_activations,
+            "layout.offload_activations",
+            False,
+            "swap-attention under dualpipev",
+            "dualpipev 下的 swap-attention",
+        ),
+        only(is_v and layout.tp > 1 and not extends, "layout.tp", 1, "tp under dualpipev that cuts layers", "dualpipev 下切分层的 tp"),
+        only(
+            is_v and (family is None or not family.model_type_v2),
+            "layout.schedule",
+            "auto",
+            "converter of this model for dualpipev",
+            "该模型的 dualpipev 权重转换",
+        ),
+        only(
+            bool(sizes) and (layout.vpp > 1 or 0 in sizes),
+            "layout.stage_layers",
+            "auto",
+            "such virtual or empty stages",
+            "这样的虚拟或空流水级",
+        ),
+        only(chunked and lora, "layout.overlap_chunks", 1, "CoC with LoRA", "CoC 与 LoRA 同用"),
+        only(chunked and card.moe is not None, "layout.overlap_chunks", 1, "CoC with experts", "CoC 与专家层同用"),
+        only(chunked and chunks not in (2, 4, 8), "layout.overlap_chunks", 4, f"CoC in {chunks} pieces", f" {chunks} 块的 CoC"),
+        only(
+            layout.recompute_in_advance and not (in_advance and split_of(card, layout).layers_per_chunk == 1),
+            "layout.recompute_in_advance",
+            False,
+            "recomputation in advance but with recompute full of the first layers and one layer a virtual chunk",
+            "此处的提前重计算（仅限 full、前若干层、每个虚拟块一层）",
         ),
     ]
 
@@ -360,21 +406,15 @@ def _start(plan: Plan) -> str:
     lora = isinstance(recipe.tuning, Lora)
     resume = [*weights, "--lora-load", f"{run}/checkpoints"] if lora else ["--load", f"{run}/checkpoints"]
     pretrain = isinstance(recipe.objective, Pretrain)
-    every = recipe.checkpoint.every
-    facts = {
-        "checkpoints": f"{run}/checkpoints",
-        "fresh": fresh,
-        "resume": resume,
-        "steps": num_steps(recipe),
-        "epochs": recipe.duration.amount if recipe.duration.unit == "epochs" else None,
-        "save_steps": int(every.amount) if every.unit == "steps" else None,
-        "save_epochs": every.amount if every.unit == "epochs" else None,
-        "global_size": recipe.batch.global_size,
-        "seq_len": recipe.data.seq_len,
-        "rows": "tokens" if pretrain else "sequences",
-        "index": f"{_data_prefix(plan)}.idx" if pretrain else f"{_data_prefix(plan)}_packed_input_ids_document.idx",
-    }
-    return json.dumps(facts, indent=2) + "\n"
+    return start_facts(
+        plan,
+        fresh,
+        resume,
+        global_size=recipe.batch.global_size,
+        seq_len=recipe.data.seq_len,
+        rows="tokens" if pretrain else "sequences",
+        index=f"{_data_prefix(plan)}.idx" if pretrain else f"{_data_prefix(plan)}_packed_input_ids_document.idx",
+    )
 
 
 def _tool_step(plan: Plan, name: str, tool: str, flags: Flags, inputs: list[str], output: str, wrapper: list[str]) -> Step:
@@ -427,7 +467,8 @@ def _convert_flags(plan: Plan, back: bool) -> tuple[str, Flags]:
     flags: Flags = {"load-model-type": "mg" if back else "hf", "save-model-type": "hf" if back else "mg"}
     flags |= {"model-type-hf": family.model_type_v2 if v2 else family.model_type}
     flags["moe-grouped-gemm"] = experts
-    if v2 and back:  # the cut is read from the checkpoint
+    if v2 and back:  # the cut is read from the checkpoint, but for the shape of the schedule
+        flags["schedules-method"] = "dualpipev" if split.v_shaped else None
         flags["hf-cfg-dir"] = plan.recipe.model.path if _profile(plan.recipe) == "master" else None
         return "convert_ckpt_v2.py", flags
     # the old converter writes Hugging Face weights as one part, and reads the cut of what it loads from the checkpoint

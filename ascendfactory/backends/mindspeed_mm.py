@@ -8,8 +8,30 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ascendfactory.backends.common import Rule, check_options, data_rules, extra_rules, num_steps, only, options, profile_rule, refusals
-from ascendfactory.backends.megatron import Flags, context_flags, environment, optimizer_flags, read_iteration, torchrun, words
+from ascendfactory.backends.common import (
+    Rule,
+    absent_rules,
+    check_options,
+    data_rules,
+    extra_rules,
+    num_steps,
+    only,
+    options,
+    profile_rule,
+    program,
+    refusals,
+    schedule_rule,
+)
+from ascendfactory.backends.megatron import (
+    Flags,
+    context_flags,
+    environment,
+    optimizer_flags,
+    read_iteration,
+    start_facts,
+    torchrun,
+    words,
+)
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Lora, Pretrain, Recipe, Sft
 
@@ -40,10 +62,10 @@ class MindSpeedMm:
             only(isinstance(recipe.tuning, Lora), "tuning", "full", "LoRA", " LoRA"),
             *data_rules(recipe),
             *_setting_rules(recipe),
-            *_layout_rules(card, layout),
+            *_layout_rules(recipe, card, layout),
         ]
         if recipe.profile in ("auto", *PROFILES) and _series(card):
-            rules += extra_rules(recipe, _flags(recipe, card, layout), options(f"{NAME}-{_profile(recipe)}"))
+            rules += extra_rules(recipe, {*_flags(recipe, card, layout), *_PLACES}, options(f"{NAME}-{_profile(recipe)}"))
         return refusals(NAME, rules)
 
     def render(self, plan: Plan) -> Job:
@@ -53,10 +75,11 @@ class MindSpeedMm:
             "job/model.json": json.dumps(model_config(plan), indent=2) + "\n",
             "job/data.json": json.dumps(data_config(plan), indent=2, ensure_ascii=False) + "\n",
         }
-        command = [*torchrun(plan), "{env}/src/MindSpeed-MM/pretrain_vlm.py", *words(train_flags(plan))]
+        files |= {"job/train.py": program("megatron_train.py"), "job/start.json": _start(plan)}
+        command = [*torchrun(plan), "{env}/src/MindSpeed-MM/pretrain_vlm.py", *words(train_flags(plan)), "{load}"]
         return Job(
             files=files,
-            argv=command,
+            argv=["python", f"{plan.run_dir}/job/train.py", f"{plan.run_dir}/job/start.json", "--", *command],
             env=environment(plan, SOURCES) | {"ACLNN_CACHE_LIMIT": "100000", "COMBINED_ENABLE": "1"},
             environment=f"{NAME}-{_profile(recipe)}",
             nproc=plan.cluster.nproc,
@@ -117,11 +140,13 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
     ]
 
 
-def _layout_rules(card: ModelCard, layout: Layout) -> list[Rule]:
+def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
     return [
         only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
         only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
-        only(layout.schedule == "gpipe", "layout.schedule", "auto", "gpipe schedule", " gpipe 调度"),
+        schedule_rule(layout, "1f1b"),
+        only(0 in layout.stage_layers, "layout.stage_layers", "auto", "empty stages", "空流水级"),
+        *absent_rules(recipe, layout, "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
         only(layout.vpp > 1, "layout.vpp", 1, "virtual pipeline here", "虚拟流水线"),
         only(layout.ep > 1, "layout.ep", 1, "expert parallelism", "专家并行"),
         only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
@@ -139,21 +164,28 @@ def _layout_rules(card: ModelCard, layout: Layout) -> list[Rule]:
     ]
 
 
-def stages(card: ModelCard, pp: int) -> tuple[list[int], list[int]]:
+def stages(card: ModelCard, layout: Layout) -> tuple[list[int], list[int]]:
     """Layers of the language model and of the vision tower on each stage: the tower is on the first, which gets fewer layers."""
     assert card.vision is not None
+    pp = layout.pp
+    tower_stages = [card.vision.num_layers, *[0] * (pp - 1)]
+    if layout.stage_layers:
+        return list(layout.stage_layers), tower_stages
     if pp == 1:
-        return [card.num_layers], [card.vision.num_layers]
+        return [card.num_layers], tower_stages
     # the tower's work, in layers of the language model, by parameters
     tower = card.vision.num_params / max(1, (card.num_params - card.vision.num_params) / card.num_layers)
     share = (card.num_layers + tower) / pp
     first = max(1, min(card.num_layers - pp + 1, round(share - tower)))
     base, rest = divmod(card.num_layers - first, pp - 1)
-    return [first, *(base + (i < rest) for i in range(pp - 1))], [card.vision.num_layers, *[0] * (pp - 1)]
+    return [first, *(base + (i < rest) for i in range(pp - 1))], tower_stages
+
+
+_PLACES = ("micro-batch-size", "bf16", "load", "save", "mm-data", "mm-model", "mm-tool")
 
 
 def train_flags(plan: Plan) -> Flags:
-    """Every flag of the trainer.
+    """Every flag of the trainer but the one of loading, which depends on whether there is a checkpoint.
 
     Raises:
         ValueError: a flag that the profile's own parser would refuse.
@@ -162,7 +194,6 @@ def train_flags(plan: Plan) -> Flags:
     flags = _flags(recipe, plan.card, plan.layout) | {
         "micro-batch-size": plan.layout.micro_size,
         "bf16": plan.dtype == "bfloat16",
-        "load": f"{run}/weights",
         "save": f"{run}/checkpoints",
         "mm-data": f"{run}/job/data.json",
         "mm-model": f"{run}/job/model.json",
@@ -173,6 +204,12 @@ def train_flags(plan: Plan) -> Flags:
     if wrong := check_options(given, options(f"{NAME}-{_profile(recipe)}")):
         raise ValueError("; ".join(f"--{name}: {en}" for name, en, _ in wrong))
     return flags
+
+
+def _start(plan: Plan) -> str:
+    """What the starting program must know to resume: see programs/megatron_train.py."""
+    run = plan.run_dir
+    return start_facts(plan, ["--load", f"{run}/weights"], ["--load", f"{run}/checkpoints"])
 
 
 def _flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
@@ -223,7 +260,7 @@ def _flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
 
 def model_config(plan: Plan) -> dict[str, Any]:
     """model.json: text decoder from the card, vision tower of the series, stages of the split."""
-    card, text_stages, tower_stages = plan.card, *stages(plan.card, plan.layout.pp)
+    card, text_stages, tower_stages = plan.card, *stages(plan.card, plan.layout)
     frozen = isinstance(plan.recipe.objective, Sft)  # fine-tuning leaves the tower as it is, pre-training moves it
     text = _text_decoder(plan, text_stages)
     return (_qwen(card, text, tower_stages, frozen) if _series(card) == "qwen2.5vl" else _internvl(card, text, tower_stages, frozen)) | {
@@ -501,7 +538,7 @@ def _internvl_data(recipe: Recipe, path: str) -> dict[str, Any]:
 
 def _converter(plan: Plan, direction: str) -> list[str]:
     """mm-convert with the same stages as model.json."""
-    text, tower = stages(plan.card, plan.layout.pp)
+    text, tower = stages(plan.card, plan.layout)
     kind = "Qwen2_5_VLConverter" if _series(plan.card) == "qwen2.5vl" else "InternVLConverter"
     parts = {"llm_pp_layers": json.dumps([text], separators=(",", ":")), "vit_pp_layers": json.dumps([tower], separators=(",", ":"))}
     run, model = plan.run_dir, plan.recipe.model.path

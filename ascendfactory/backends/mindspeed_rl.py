@@ -7,8 +7,19 @@ from typing import Any
 
 import yaml
 
-from ascendfactory.backends.common import Rule, data_rules, data_step, num_steps, only, profile_rule, program, refusals
-from ascendfactory.backends.megatron import Flags, environment, split_of, words
+from ascendfactory.backends.common import (
+    Rule,
+    absent_rules,
+    data_rules,
+    data_step,
+    num_steps,
+    only,
+    profile_rule,
+    program,
+    refusals,
+    schedule_rule,
+)
+from ascendfactory.backends.megatron import Flags, environment, split_of, start_facts, words
 from ascendfactory.backends.megatron_models import FAMILIES, family_of, model_flags
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Grpo, Lora, Recipe
@@ -77,14 +88,20 @@ class MindSpeedRl:
         """The job: data, prompts tokenised, weights to Megatron, training under Ray, weights back."""
         recipe, run = plan.recipe, plan.run_dir
         rewrite, spec = data_step(plan, "question_answer")
-        files = {"job/data.json": spec, "job/grpo.yaml": yaml.safe_dump(config(plan), sort_keys=False)}
+        files = {
+            "job/data.json": spec,
+            "job/grpo.yaml": yaml.safe_dump(config(plan), sort_keys=False),
+            "job/train.py": program("megatron_train.py"),
+            "job/start.json": start_facts(plan, [], _resumed(run)),
+        }
+        command = ["python", "{env}/src/MindSpeed-RL/cli/train_grpo.py", "--config-dir", f"{run}/job", "--config-name", "grpo"]
         after = []
         if recipe.output.export:
             files["job/export.py"] = program("megatron_export.py")
             after.append(_export_step(plan))
         return Job(
             files=files,
-            argv=["python", "{env}/src/MindSpeed-RL/cli/train_grpo.py", "--config-dir", f"{run}/job", "--config-name", "grpo"],
+            argv=["python", f"{run}/job/train.py", f"{run}/job/start.json", "--", *command, "{load}"],
             env=_variables(plan),
             environment=f"{NAME}-{PROFILES[0]}",
             nproc=1,
@@ -95,6 +112,12 @@ class MindSpeedRl:
     def read_step(self, line: str, plan: Plan) -> StepMetrics | None:
         """The step of an `iteration: N / M | name : value | ...` line."""
         return read_line(line, plan)
+
+
+def _resumed(run: str) -> list[str]:
+    """Overrides that go on from the newest checkpoint instead of the converted weights."""
+    values = {"load": f"{run}/checkpoints", "finetune": "false", "no_load_optim": "false", "no_load_rng": "false"}
+    return [f"actor_config.{name}={value}" for name, value in values.items()]
 
 
 def _setting_rules(recipe: Recipe) -> list[Rule]:
@@ -143,7 +166,8 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
     return [
         only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
         only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
-        only(layout.schedule == "gpipe", "layout.schedule", "auto", "gpipe schedule", " gpipe 调度"),
+        schedule_rule(layout, "1f1b", *(("interleaved",) if layout.vpp > 1 else ())),
+        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
         only(layout.ring > 1 and layout.ulysses > 1, "layout.ring", 1, "hybrid context parallelism", "混合上下文并行"),
         only(uneven, "layout.pp", 1, "uneven stages", "不均匀的流水线"),
         only(

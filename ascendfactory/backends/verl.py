@@ -11,6 +11,7 @@ from typing import Any, assert_never
 
 from ascendfactory.backends.common import (
     Rule,
+    absent_rules,
     check_options,
     data_rules,
     data_step,
@@ -21,6 +22,7 @@ from ascendfactory.backends.common import (
     profile_rule,
     program,
     refusals,
+    schedule_rule,
 )
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Dapo, Dpo, Full, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
@@ -200,7 +202,8 @@ def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
         only(layout.replicate > 1 and megatron, "layout.replicate", 1, "replicas under Megatron", "Megatron 下的副本"),
         only(layout.zero != (1 if megatron else 3), "layout.zero", 1 if megatron else 3, f"zero {layout.zero}", f" zero {layout.zero}"),
         only(lora and megatron, "tuning", "full", "LoRA under Megatron here", "Megatron 下的 LoRA"),
-        only(layout.schedule == "gpipe", "layout.schedule", "auto", "gpipe schedule", " gpipe 调度"),
+        schedule_rule(layout, "1f1b", *(("interleaved",) if megatron and layout.vpp > 1 else ())),
+        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
         only(
             layout.recompute in ("norm", "selective"),
             "layout.recompute",

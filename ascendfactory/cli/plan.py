@@ -72,8 +72,9 @@ def plan(
     if simulate:
         _print_simulation(made)
     if made.backend not in ("native", made.recipe.backend):
-        en = f"to run it there, write backend: {made.backend} ('ascendfactory install {made.backend}' makes its environment)"
-        typer.echo("\n" + pick(en, f"如需在其上运行，请写 backend: {made.backend}（'ascendfactory install {made.backend}' 安装其环境）"))
+        typer.echo("\n" + pick(f"to run it there, write backend: {made.backend}", f"如需在其上运行，请写 backend: {made.backend}"))
+        install = f"'ascendfactory install {made.backend}'"
+        typer.echo(pick(f"({install} makes its environment)", f"（{install} 安装其环境）"))
 
 
 def _refuse_what_does_not_go_together(top: int, tables: dict[str, bool], of_a_plan: dict[str, bool]) -> None:
@@ -179,7 +180,8 @@ def _print_fewest(recipe: Recipe) -> None:
             figures = (f"{found.peak_bytes / 2**30:.1f}", f"{found.tokens_per_s_device:.0f}", layout_words(found.layout))
             held.append((found.cluster.num_devices, (name, where, *figures)))
         else:
-            others.append(f"{name}: {_why_none(judges[name].refuse(recipe, card, Layout()), cluster.device.name)}")
+            why = _why_none(judges[name].refuse(recipe, card, Layout()), cluster.device.name)
+            others.append(f"{name}: {why.removeprefix(f'{name}: ').removeprefix(f'{name}：')}")
     if not held:
         raise UserError("cluster", "; ".join(others), "；".join(others))
     shown = Table(box=None, pad_edge=False)

@@ -53,7 +53,9 @@ FORMULAS = {
     "e × (2 largest layers + embedding + head); or e × (P + 2 largest layers) under zero 1 and 2 and in pipelines": (
         "e ×（最大两层 + 词嵌入 + 输出层）；zero 1、2 与流水线中为 e ×（P + 最大两层）"
     ),
-    "k × layers × saved bytes of a layer + one layer being recomputed + last norm": "k × 层数 × 每层保存字节 + 一层正在重算 + 末层归一化",
+    "k × layers × saved bytes of a layer + one layer being recomputed (in advance: all of a chunk) + last norm": (
+        "k × 层数 × 每层保存字节 + 一层正在重算（提前重算时为整块）+ 末层归一化"
+    ),
     "saved tensors of the vision tower, patches x layers": "视觉塔保存的张量，图块数 × 层数",
     "2 fp32 chunks + 4·V·h (the head's gradient on its way), or t·V/tp in several copies": (
         "两个 fp32 块 + 4·V·h（输出层梯度的中间值），或若干份 t·V/tp"

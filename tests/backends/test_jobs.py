@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from importlib.resources import files
 from typing import Any
@@ -73,6 +74,8 @@ CHANGES: dict[str, Any] = {
     "optim.eps": 1e-6,
     "optim.max_grad_norm": 0.3,
     "optim.nonfinite": "skip",
+    "optim.in_backward": True,
+    "cluster": {"device": "snt9b", "nproc": 8, "restarts": 2},
     "checkpoint.every": "9 steps",
     "checkpoint.keep": 5,
     "checkpoint.keep_best": True,
@@ -90,7 +93,9 @@ CHANGES: dict[str, Any] = {
 # Keys that are the planner's or the run folder's, and reach an adapter as the plan's layout, cluster and run_dir.
 PLANNED = (
     "layout.",
-    "cluster.",
+    "cluster.device",
+    "cluster.nodes",
+    "cluster.nproc",
     "backend",
     "output.dir",
     "optim.decay_fraction",
@@ -176,7 +181,10 @@ LAYOUT_CHANGES: dict[str, Any] = {
     "sp": False,
     "pp": 4,
     "vpp": 2,
-    "schedule": "gpipe",
+    "schedule": ["gpipe", "zero_bubble", "zbv", "dualpipev"],
+    "stage_layers": [27, 1],
+    "overlap_chunks": 2,
+    "recompute_in_advance": True,
     "ring": 2,
     "ulysses": 2,
     "ep": 2,
@@ -194,19 +202,26 @@ def test_the_sweep_knows_every_layout_field() -> None:
     assert set(Layout.model_fields) - set(LAYOUT_CHANGES) == {"dp", "num_micro"}  # what the other degrees leave
 
 
+LAYOUT_CASES = [(name, value) for name, held in LAYOUT_CHANGES.items() for value in (held if name == "schedule" else [held])]
+
+
 @pytest.mark.parametrize("backend", BASES)
 def test_every_layout_field_counts(backend: str) -> None:
     base = BASES[backend][2]
     before = _job(backend, None, None)
     assert before is not None
     silent = []
-    for name, value in LAYOUT_CHANGES.items():
+    for name, value in LAYOUT_CASES:
         layout = base | {name: value}
+        if name == "stage_layers":
+            layout["pp"] = 2
         if name == "sp" and base.get("tp", 1) == 1:
             continue
         if name == "recompute_layers":
             layout["recompute"] = "full"
             whole = _job(backend, None, None, base | {"recompute": "full"})
+        elif name == "stage_layers":
+            whole = _job(backend, None, None, base | {"pp": 2})
         else:
             whole = before
         if name == "ep" and BASES[backend][0].startswith("qwen2.5"):
@@ -220,3 +235,60 @@ def test_every_layout_field_counts(backend: str) -> None:
         ):
             silent.append(name)
     assert silent == []
+
+
+def _flags(model: str, stage: str, layout: dict[str, Any], backend: str = "mindspeed_llm", **settings: Any) -> list[str]:
+    recipe = make_recipe(model, backend, stage, **settings)
+    plan = make_job_plan(recipe, layout)
+    assert BACKENDS[backend].refuse(recipe, plan.card, plan.layout) == []
+    job = BACKENDS[backend].render(plan)
+    return [*job.argv, "|", *(word for step in (*job.before, *job.after) for word in step.argv)]
+
+
+def _value(words: list[str], flag: str) -> list[str]:
+    """What stands behind a flag, at each of its places."""
+    return [words[i + 1] for i, word in enumerate(words) if word == flag]
+
+
+def test_uneven_stages_reach_trainer_and_converter_alike() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {"zero": 1, "pp": 4, "stage_layers": (8, 7, 7, 6)})
+    assert _value(words, "--num-layer-list") == ["8,7,7,6", "8,7,7,6"]
+
+
+def test_pieces_of_a_matrix_product_are_coc() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {"zero": 1, "tp": 4, "sp": True, "overlap_chunks": 4})
+    assert "--use-ascend-coc" in words and _value(words, "--coc-parallel-num") == ["4"]
+
+
+def test_recomputation_in_advance_needs_chunks_of_one_layer() -> None:
+    layout = {"zero": 1, "pp": 4, "schedule": "interleaved", "recompute": "full", "recompute_layers": 1, "recompute_in_advance": True}
+    words = _flags("qwen2.5-7b", "sft_full", layout | {"vpp": 7})
+    assert "--recompute-in-advance" in words and _value(words, "--recompute-method") == ["block"]
+    recipe = make_recipe("qwen3-8b", "mindspeed_llm")
+    plan = make_job_plan(recipe, layout | {"vpp": 3})
+    assert [r.where for r in BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout)] == ["layout.recompute_in_advance"]
+
+
+def test_dualpipev_is_told_to_trainer_and_both_converters() -> None:
+    layout = {"zero": 1, "pp": 2, "vpp": 2, "schedule": "dualpipev"}
+    words = _flags("qwen3-8b", "sft_full", layout, batch={"global_size": 64})
+    assert _value(words, "--schedules-method") == ["dualpipev"] * 3
+    assert not {"--num-layers-per-virtual-pipeline-stage", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
+    for model, broken in (("qwen3-1.7b", {}), ("qwen3-8b", {"tp": 2, "sp": True}), ("qwen3-8b", {"ring": 2})):
+        recipe = make_recipe(model, "mindspeed_llm")
+        plan = make_job_plan(recipe, layout | broken)
+        assert BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout) != [], (model, broken)
+
+
+def test_restarts_of_llamafactory_are_torchruns() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {}, "llamafactory", cluster={"device": "snt9b", "nproc": 8, "restarts": 3})
+    assert _value(words, "--max-restarts") == ["3"]
+
+
+@pytest.mark.parametrize("backend", ["mindspeed_mm", "mindspeed_rl"])
+def test_the_newest_checkpoint_is_resumed(backend: str) -> None:
+    job = _job(backend, None, None)
+    assert job is not None
+    start = json.loads(job.files["job/start.json"])
+    assert "{load}" in job.argv and any("checkpoints" in word for word in start["resume"])
+    assert not any("checkpoints" in word for word in start["fresh"])

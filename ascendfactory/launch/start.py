@@ -23,6 +23,7 @@ def start(
     *,
     on_step: Callable[[StepMetrics], None] = lambda step: None,
     on_event: Callable[[Event], None] = lambda event: None,
+    env: dict[str, str] | None = None,
 ) -> int:
     """Runs a plan on this machine and writes its report; returns the job's exit code.
 
@@ -30,6 +31,7 @@ def start(
         plan: from `make_plan`, or read from a run's plan.json.
         on_step: called with each optimizer step.
         on_event: called with each other news of the run (kind, text_en, text_zh).
+        env: environment variables beside those of the job.
 
     Raises:
         UserError: when the devices are not here, the folder is in use, or its checkpoints belong to another recipe.
@@ -42,6 +44,7 @@ def start(
     is_new = not Path(plan.run_dir).exists()
     folder = create_run(plan)
     job = backend.render(plan)
+    job = job.model_copy(update={"env": job.env | (env or {})})
 
     def kept(step: StepMetrics) -> None:
         if not job.keeps_metrics:

@@ -85,3 +85,20 @@ def test_dpo_starts_at_ln_2(model: Path, tmp_path: Path) -> None:
 def test_pretraining(model: Path, tmp_path: Path) -> None:
     steps = _run(model, tmp_path / "pt", [{"text": "the tide comes in and the boats go out " * 20}] * 8, objective="pretrain")
     assert len(steps) == 2 and steps[0].loss > 0
+
+
+def test_compare_agrees_on_the_same_batches(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ascendfactory import cli
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    recipe = {"model": str(model), "data": {"train": "c.jsonl", "seq_len": 64, "cache_dir": "tokens"}, "cluster": "1 cpu"}
+    recipe |= {"batch": {"global_size": 4, "micro_size": 2}, "optim": {"lr": 1e-3, "warmup": "3 steps"}}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    code = cli.run(["compare", "r.yaml", "--steps=20", "--output=both"])
+    made = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert code == 0, (made["parting"], made["checks"])
+    assert [len(own) for own in made["steps"]] == [20, 20]
+    assert {item["name"]: item["state"] for item in made["checks"]} == dict.fromkeys(
+        ("packing", "tokens", "mask", "normalisation", "learning rate", "dtype", "optimizer"), "same"
+    )

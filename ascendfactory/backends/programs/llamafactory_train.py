@@ -88,6 +88,36 @@ class Steps(TrainerCallback):
         self.finished = state.global_step >= state.max_steps
 
 
+class Rows(TrainerCallback):
+    """Writes down what the model is trained on, for `ascendfactory compare`: {step, ids, trained, num_items} a row."""
+
+    def __init__(self, path):
+        rank = os.environ.get("RANK", "0")
+        self.path, self.step = Path(path if rank == "0" else f"{path}.{rank}"), 0
+        self.path.write_text("", encoding="utf-8")
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(self.see, with_kwargs=True)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.step = state.global_step + 1
+
+    def see(self, model, args, kwargs):
+        labels = kwargs.get("labels")
+        if not model.training or labels is None:
+            return
+        ids, mask, count = kwargs["input_ids"], kwargs.get("attention_mask"), kwargs.get("num_items_in_batch")
+        lines = []
+        for row in range(ids.shape[0]):
+            real = mask[row] != 0 if mask is not None and mask.dim() == 2 else ids[row] == ids[row]
+            trained = (labels[row][real] != -100).int()
+            trained[:1] = 0  # nothing stands before it that could predict it
+            line = {"step": self.step, "ids": ids[row][real].tolist(), "trained": trained.tolist()}
+            lines.append(json.dumps(line | {"num_items": None if count is None else int(count)}, separators=(",", ":")) + "\n")
+        with self.path.open("a", encoding="utf-8") as out:
+            out.writelines(lines)
+
+
 def peak_memory(kind):
     """Peak bytes of this process: of the device, or resident ones on a CPU."""
     import torch
@@ -121,7 +151,8 @@ def main():
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and folder.is_dir():
         set_damaged_aside(folder)
-    run_exp(config, callbacks=[steps])
+    rows = os.environ.get("ASCENDFACTORY_TRAINED_ROWS")
+    run_exp(config, callbacks=[steps, *([Rows(rows)] if rows else [])])
     if steps.broken:
         return 1
     if is_first and steps.finished and sys.argv[2] != "-":

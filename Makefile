@@ -60,7 +60,7 @@ test: $(READY)  ## the tests
 
 test-backends: $(READY)  ## LLaMA-Factory in an environment of its own, trained with for real on this CPU
 	$(VENV)/bin/ascendfactory install llamafactory --device cpu
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest tests/backends
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m backends tests/backends
 
 lint: $(READY)  ## ruff, mypy and the rules of who may import whom
 	$(VENV)/bin/ruff check .

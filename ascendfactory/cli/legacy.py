@@ -40,12 +40,26 @@ def recipe_text(file: Path, overrides: list[str]) -> tuple[str, list[str]]:
     Raises:
         UserError: the file is missing, or an option means nothing to its back end.
     """
-    from ascendfactory.cli.recipes import read_text
     from ascendfactory.launch.legacy import migrate as convert
+
+    found = convert(old_tree(str(file), overrides))
+    return yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True), found.notes
+
+
+def old_tree(file: str, overrides: list[str]) -> dict[str, Any]:
+    """An old file with overrides and references filled in; what exp-config.yaml keeps.
+
+    Raises:
+        UserError: the file is missing, is no YAML, or refers to what is not there.
+    """
+    from ascendfactory.cli.recipes import read_text
     from ascendfactory.launch.legacy import read_legacy
 
-    found = convert(read_legacy(read_text(str(file)), overrides))
-    return yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True), found.notes
+    return read_legacy(read_text(file), _of_old_keys(overrides))
+
+
+def _of_old_keys(overrides: list[str]) -> list[str]:
+    return [word for word in overrides if re.split(r"[.=]", word.removeprefix("--"))[0] not in Recipe.model_fields]
 
 
 def legacy_recipe(file: str, overrides: list[str]) -> Recipe:
@@ -55,8 +69,9 @@ def legacy_recipe(file: str, overrides: list[str]) -> Recipe:
         file: the old YAML.
         overrides: of the old file's keys (`--env.NNODES=2`), or of the recipe's (`--cluster="8 snt9b"`).
     """
-    ours = [word for word in overrides if re.split(r"[.=]", word.removeprefix("--"))[0] in Recipe.model_fields]
-    text, notes = recipe_text(Path(file), [word for word in overrides if word not in ours])
+    old = _of_old_keys(overrides)
+    ours = [word for word in overrides if word not in old]
+    text, notes = recipe_text(Path(file), old)
     for line in notes:
         typer.echo(f"· {line}", err=True)
     return load_recipe(text, ours)

@@ -66,7 +66,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         _write_files(job, folder)
-        log_path = _next_log(folder)
+        log_path = next_log(folder)
         with (folder / "logs" / "events.jsonl").open("a", encoding="utf-8") as events:
 
             def tell(event: Event) -> None:
@@ -270,7 +270,8 @@ def _write_files(job: Job, folder: Path) -> None:
     (folder / "job" / "job.json").write_text(json.dumps(started, indent=2) + "\n", encoding="utf-8")
 
 
-def _next_log(folder: Path) -> Path:
+def next_log(folder: Path) -> Path:
+    """Where the log of the next attempt in a run folder will be."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     numbers = [int(p.stem.split("-")[1]) for p in logs.glob("attempt-*.log") if p.stem.split("-")[1].isdigit()]

@@ -24,6 +24,7 @@ def start(
     on_step: Callable[[StepMetrics], None] = lambda step: None,
     on_event: Callable[[Event], None] = lambda event: None,
     env: dict[str, str] | None = None,
+    on_folder: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Runs a plan on this machine and writes its report; returns the job's exit code.
 
@@ -32,6 +33,7 @@ def start(
         on_step: called with each optimizer step.
         on_event: called with each other news of the run (kind, text_en, text_zh).
         env: environment variables beside those of the job.
+        on_folder: called once with the run folder, just before the job starts.
 
     Raises:
         UserError: when the devices are not here, the folder is in use, or its checkpoints belong to another recipe.
@@ -43,6 +45,7 @@ def start(
         require_environment(environment)
     is_new = not Path(plan.run_dir).exists()
     folder = create_run(plan)
+    on_folder(folder)
     job = backend.render(plan)
     job = job.model_copy(update={"env": job.env | (env or {})})
 

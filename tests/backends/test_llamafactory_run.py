@@ -14,9 +14,12 @@ from ascendfactory.core.plan import StepMetrics
 from ascendfactory.launch.environments import MARK, environment_dir, find_profile
 from ascendfactory.launch.runs import read_metrics
 
-pytestmark = pytest.mark.skipif(
-    not (environment_dir(find_profile("llamafactory").environment) / MARK).exists(), reason="ascendfactory install llamafactory"
-)
+pytestmark = [
+    pytest.mark.backends,
+    pytest.mark.skipif(
+        not (environment_dir(find_profile("llamafactory").environment) / MARK).exists(), reason="ascendfactory install llamafactory"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

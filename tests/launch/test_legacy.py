@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import yaml
 
+from ascendfactory import cli
+from ascendfactory.backends import BACKENDS
 from ascendfactory.core.load import load_recipe
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.recipe import Dpo, Grpo, Lora, Pretrain, Recipe, Sft
@@ -170,3 +176,33 @@ def test_presets_of_config_can_be_read_again() -> None:
     ]:
         recipe = _recipe(yaml.safe_dump(preset(backend, model, experiment)))
         assert recipe.backend == backend.replace("-", "_")
+
+
+OLD = """
+af_output_dir: out
+af_model_name: tiny
+backend_config:
+  training: {stage: sft, model_name_or_path: ./m, finetuning_type: full, dataset: d, dataset_dir: ., cutoff_len: 512,
+    per_device_train_batch_size: 1, gradient_accumulation_steps: 2, max_steps: 3, output_dir: "${af_output_dir}"}
+"""
+
+
+def test_a_run_of_an_old_file_leaves_the_names_that_people_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli.test_train import CONFIG
+    from tests.launch.test_compare import STEPS, Telling
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "d.json").write_text('[{"instruction": "a", "output": "b"}]')
+    (tmp_path / "old.yaml").write_text(OLD)
+    monkeypatch.setitem(BACKENDS, "llamafactory", Telling("llamafactory", {"steps": STEPS, "rows": None}))
+    words = ["train", "old.yaml", "--cluster=1 cpu", "--backend_config.training.seed=7"]
+    assert cli.run(words) == 0
+    run = tmp_path / "out"
+    kept = yaml.safe_load((run / "exp-config.yaml").read_text())
+    assert kept["backend_config"]["training"]["output_dir"] == "out" and kept["backend_config"]["training"]["seed"] == 7
+    (log,) = (run / "logs").glob("*-run_log-*.txt")
+    assert re.fullmatch(r"llamafactory_sft_full-m-512-cpu-\d{14}-run_log-R0_WS1\.txt", log.name)
+    assert "@step" in log.read_text() and log.readlink().name == "attempt-1.log"
+    assert (run / "training_loss.png").read_bytes()[:4] == b"\x89PNG"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -59,7 +60,7 @@ def all_checks(
 
 
 def _row_checks(names: tuple[str, str], rows: tuple[Rows, Rows], seq_len: int) -> list[Check]:
-    """Packing, template (the ids) and mask, up to the last step that both tell."""
+    """Packing, template (the ids) and mask. The order of rows inside a step changes nothing but rounding: it is not looked at."""
     told = sorted(set(rows[0]) & set(rows[1]))
     if not told:
         silent = " and ".join(name for name, own in zip(names, rows, strict=True) if not own) or " and ".join(names)
@@ -67,47 +68,61 @@ def _row_checks(names: tuple[str, str], rows: tuple[Rows, Rows], seq_len: int) -
         return [check(name, "unknown", en, zh) for name in ("packing", "tokens", "mask")]
     en, zh = f"the same in {len(told)} steps", f"{len(told)} 步均相同"
     found = {name: check(name, "same", en, zh) for name in ("packing", "tokens", "mask")}
-    for step in told:
+    for step in reversed(told):  # the first step is told: its words are written last
         a, b = rows[0][step], rows[1][step]
-        if len(a) != len(b) and found["packing"].state == "same":
+        if len(a) != len(b):
             en = f"step {step} has {len(a)} rows on {names[0]}, {len(b)} on {names[1]}"
             found["packing"] = check("packing", "differs", en, f"第 {step} 步：{names[0]} 有 {len(a)} 行，{names[1]} 有 {len(b)} 行")
-        for number, (one, two) in enumerate(zip(a, b, strict=False)):
-            if one.ids != two.ids and found["tokens"].state == "same":
-                found["tokens"] = _token_words(names, step, number, one, two, a, b, seq_len)
-            elif one.ids == two.ids and one.trained != two.trained and found["mask"].state == "same":
-                at = next(i for i, (x, y) in enumerate(zip(one.trained, two.trained, strict=True)) if x != y)
-                trains, others = (names[0], names[1]) if one.trained[at] else (names[1], names[0])
-                found["mask"] = check(
-                    "mask",
-                    "differs",
-                    f"step {step}, row {number}: {trains} trains token {at} (id {one.ids[at]}), {others} does not",
-                    f"第 {step} 步第 {number} 行：{trains} 训练第 {at} 个词元（id {one.ids[at]}），{others} 不训练",
-                )
+        one, two = _unmatched(a, b), _unmatched(b, a)
+        if one and two:
+            found["tokens"] = _token_words(names, one, two, seq_len)
+        masks = [
+            (x, y) for x, y in zip(sorted(a, key=_key), sorted(b, key=_key), strict=False) if x.ids == y.ids and x.trained != y.trained
+        ]
+        if masks:
+            found["mask"] = _mask_words(names, *masks[0])
+    if found["tokens"].state == "differs" and _all_ids(rows[0], told) == _all_ids(rows[1], told):
+        en, zh = "the same rows, in other steps: the order of samples", "行相同但所在的步不同：样本顺序"
+        found["tokens"] = check("tokens", "differs", en, zh)
     return list(found.values())
 
 
-def _token_words(
-    names: tuple[str, str], step: int, number: int, one: TrainedRow, two: TrainedRow, a: list[TrainedRow], b: list[TrainedRow], seq_len: int
-) -> Check:
-    """Another order of the same rows, a cut at another place, or another template."""
-    if sorted(row.ids for row in a) == sorted(row.ids for row in b):
-        return check("tokens", "differs", f"step {step} has the same rows in another order", f"第 {step} 步：行相同但顺序不同")
+def _key(row: TrainedRow) -> tuple[list[int], list[int]]:
+    return row.ids, row.trained
+
+
+def _unmatched(rows: list[TrainedRow], others: list[TrainedRow]) -> TrainedRow | None:
+    """The first row whose ids are not among the others."""
+    left = Counter(tuple(row.ids) for row in others)
+    for row in rows:
+        if not left[tuple(row.ids)]:
+            return row
+        left[tuple(row.ids)] -= 1
+    return None
+
+
+def _all_ids(rows: Rows, steps: Sequence[int]) -> list[list[int]]:
+    return sorted(row.ids for step in steps for row in rows[step])
+
+
+def _mask_words(names: tuple[str, str], one: TrainedRow, two: TrainedRow) -> Check:
+    at = next(i for i, (x, y) in enumerate(zip(one.trained, two.trained, strict=True)) if x != y)
+    trains, other = names if one.trained[at] else (names[1], names[0])
+    en = f"step {one.step}: {trains} trains token {at} of a row (id {one.ids[at]}), {other} does not"
+    return check("mask", "differs", en, f"第 {one.step} 步：{trains} 训练某行第 {at} 个词元（id {one.ids[at]}），{other} 不训练")
+
+
+def _token_words(names: tuple[str, str], one: TrainedRow, two: TrainedRow, seq_len: int) -> Check:
+    """A cut at another place, or another template."""
+    step, lengths = one.step, f"{len(one.ids)} / {len(two.ids)}"
     at = next((i for i, (x, y) in enumerate(zip(one.ids, two.ids, strict=False)) if x != y), min(len(one.ids), len(two.ids)))
-    lengths = f"{len(one.ids)} / {len(two.ids)}"
     if max(len(one.ids), len(two.ids)) >= seq_len:
-        en = f"step {step}, row {number}: a sample longer than seq_len is cut differently from token {at} on ({lengths} tokens)"
-        return check(
-            "tokens", "differs", en, f"第 {step} 步第 {number} 行：超过 seq_len 的样本从第 {at} 个词元起截断不同（{lengths} 个词元）"
-        )
+        en = f"step {step}: a sample longer than seq_len is cut differently from token {at} on ({lengths} tokens)"
+        return check("tokens", "differs", en, f"第 {step} 步：超过 seq_len 的样本从第 {at} 个词元起截断不同（{lengths} 个词元）")
     near = [row.ids[max(0, at - 2) : at + 3] for row in (one, two)]
-    return check(
-        "tokens",
-        "differs",
-        f"step {step}, row {number}: template or tokenizer differs at token {at}: {names[0]} {near[0]}, {names[1]} {near[1]} "
-        f"({lengths} tokens)",
-        f"第 {step} 步第 {number} 行：模板或分词在第 {at} 个词元处不同：{names[0]} {near[0]}，{names[1]} {near[1]}（{lengths} 个词元）",
-    )
+    en = f"step {step}: template or tokenizer differs at token {at}: {names[0]} {near[0]}, {names[1]} {near[1]} ({lengths} tokens)"
+    zh = f"第 {step} 步：模板或分词在第 {at} 个词元处不同：{names[0]} {near[0]}，{names[1]} {near[1]}（{lengths} 个词元）"
+    return check("tokens", "differs", en, zh)
 
 
 def _normalisation(names: tuple[str, str], rows: tuple[Rows, Rows]) -> Check:

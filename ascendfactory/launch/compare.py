@@ -24,6 +24,7 @@ from ascendfactory.core.recipe import Lora, Pretrain, Recipe
 from ascendfactory.launch.causes import Check, Rows, all_checks, rows_of
 from ascendfactory.launch.chart import Line as Curve
 from ascendfactory.launch.chart import svg_chart
+from ascendfactory.launch.environments import require_environment
 from ascendfactory.launch.local import Event
 from ascendfactory.launch.runs import read_metrics
 from ascendfactory.launch.start import start
@@ -81,7 +82,7 @@ def compare(
         on_event: told each other news of the runs.
 
     Raises:
-        UserError: a back end that is not known, or a run that failed.
+        UserError: a back end that is not known or not installed, or a run that failed.
         NoPlan: an engine refuses the recipe; nothing has run then.
     """
     for name in backends:
@@ -92,6 +93,9 @@ def compare(
         raise UserError("--backends", f"name two back ends, not {backends[0]} twice", f"请写两个不同的后端，而非两次 {backends[0]}")
     places = [folder / name for name in backends]
     plans = [make_plan(equalised(recipe, name, num_steps, place)) for name, place in zip(backends, places, strict=True)]
+    for name, plan in zip(backends, plans, strict=True):
+        if environment := BACKENDS[name].render(plan).environment:
+            require_environment(environment)  # before the other engine has run for nothing
     runs = []
     for name, place, plan in zip(backends, places, plans, strict=True):
         runs.append(_run(name, place, plan, lambda step, name=name: on_step(name, step), on_event))  # type: ignore[misc]

@@ -25,7 +25,7 @@ from ascendfactory.launch.causes import Check, Rows, all_checks, rows_of
 from ascendfactory.launch.chart import Line as Curve
 from ascendfactory.launch.chart import svg_chart
 from ascendfactory.launch.environments import require_environment
-from ascendfactory.launch.local import Event
+from ascendfactory.launch.local import INTERRUPTED, Event
 from ascendfactory.launch.runs import read_metrics
 from ascendfactory.launch.start import start
 from ascendfactory.launch.style import CSS
@@ -115,11 +115,7 @@ def compare(
 
 
 def equalised(recipe: Recipe, backend: str, num_steps: int, folder: Path) -> Recipe:
-    """The recipe for one of the engines, without what each does its own way.
-
-    Raises:
-        UserError: never for a recipe that was loaded.
-    """
+    """The recipe for one of the engines, without what each does its own way."""
     packing = "packed" if isinstance(recipe.objective, Pretrain) else "dynamic"
     settings: dict[str, Any] = {
         "backend": backend,
@@ -149,6 +145,8 @@ def _run(
     if (folder / "plan.json").exists():
         shutil.rmtree(folder)  # of an earlier comparison
     code = start(plan, on_step=on_step, on_event=on_event, env={ROWS_VARIABLE: str((folder / ROWS_FILE).absolute())})
+    if code == INTERRUPTED:
+        raise KeyboardInterrupt
     if code:
         raise UserError(name, f"its run ended with code {code}; see {folder}/logs", f"其训练以代码 {code} 结束；见 {folder}/logs")
     return read_metrics(folder)

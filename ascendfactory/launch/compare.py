@@ -175,7 +175,7 @@ def parting(first: Sequence[StepMetrics], second: Sequence[StepMetrics], toleran
 
 def table_rows(made: Comparison) -> list[tuple[str, ...]]:
     """Step, both losses, their difference, both gradient norms, their relative difference."""
-    found = []
+    found: list[tuple[str, ...]] = []
     for a, b in zip(*made.steps, strict=False):
         norm = max(a.grad_norm, b.grad_norm) or 1.0
         apart = (f"{a.loss - b.loss:+.1e}", f"{(a.grad_norm - b.grad_norm) / norm:+.1e}")

@@ -264,7 +264,9 @@ def _write_files(job: Job, folder: Path) -> None:
     for name, text in job.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        # an unchanged file keeps its time: steps that read it are then not run again
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
     (folder / "job").mkdir(exist_ok=True)
     started = job.model_dump(exclude={"files"}) | {"files": sorted(job.files)}
     (folder / "job" / "job.json").write_text(json.dumps(started, indent=2) + "\n", encoding="utf-8")

@@ -90,18 +90,32 @@ def test_pretraining(model: Path, tmp_path: Path) -> None:
     assert len(steps) == 2 and steps[0].loss > 0
 
 
-def test_compare_agrees_on_the_same_batches(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _compare(model: Path, folder: Path, *words: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
     from ascendfactory import cli
 
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
     recipe = {"model": str(model), "data": {"train": "c.jsonl", "seq_len": 64, "cache_dir": "tokens"}, "cluster": "1 cpu"}
-    recipe |= {"batch": {"global_size": 4, "micro_size": 2}, "optim": {"lr": 1e-3, "warmup": "3 steps"}}
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    code = cli.run(["compare", "r.yaml", "--steps=20", "--output=both"])
-    made = json.loads((tmp_path / "both" / "compare.json").read_text())
-    assert code == 0, (made["parting"], made["checks"])
+    recipe |= {"batch": {"global_size": 4, "micro_size": 2}, "optim": {"lr": 1e-3, "warmup": 0.0}}
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    code = cli.run(["compare", "r.yaml", "--output=both", *words])
+    made = json.loads((folder / "both" / "compare.json").read_text())
+    return code, made, {item["name"]: item for item in made["checks"]}
+
+
+def test_compare_agrees_on_the_same_batches(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, made, checks = _compare(model, tmp_path, "--steps=20", "--objective.train_on=all")
+    assert code == 0, (made["parting"], checks)
     assert [len(own) for own in made["steps"]] == [20, 20]
-    assert {item["name"]: item["state"] for item in made["checks"]} == dict.fromkeys(
-        ("packing", "tokens", "mask", "normalisation", "learning rate", "dtype", "optimizer"), "same"
-    )
+    names = ("packing", "tokens", "mask", "normalisation", "learning rate", "dtype", "optimizer")
+    assert {name: item["state"] for name, item in checks.items()} == dict.fromkeys(names, "same")
+
+
+def test_compare_names_what_llamafactory_does_otherwise(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains the newline after an answer's end, and begins its warm-up at a rate of 0."""
+    monkeypatch.chdir(tmp_path)
+    code, made, checks = _compare(model, tmp_path, "--steps=2", "--optim.warmup=2 steps")
+    assert code == 1 and made["parting"]["step"] == 1
+    assert checks["tokens"]["state"] == "same"
+    assert checks["mask"]["found"]["en"].startswith("step 1: llamafactory trains token")
+    assert checks["learning rate"]["found"]["en"] == "step 1: native 0.0005, llamafactory 0"

@@ -30,7 +30,7 @@ WRONG: list[tuple[str, str, tuple[str, ...], str]] = [  # model, back end, setti
     ("qwen2.5-7b", LLM, ("--tuning=lora", "--tuning.dora=true"), "tuning.dora: mindspeed_llm: no DoRA"),
     ("qwen2.5-7b", LLM, ("--objective=dpo", "--data.packing=dynamic"), "objective: mindspeed_llm: no preference training here"),
     ("qwen2.5-vl-7b", LLM, (), "model.path: mindspeed_llm: no layer specification"),
-    ("llama-3.1-8b", LLM, ("--profile=9.9",), "profile: mindspeed_llm: no profile '9.9'"),
+    ("llama-3.1-8b", LLM, ("--profile=v9.9",), "profile: mindspeed_llm: no profile 'v9.9'"),
     ("qwen3-8b", LLM, ("--layout.schedule=zbv", "--layout.pp=2", "--layout.vpp=2"), "no zbv schedule; write schedule: auto"),
     ("qwen2.5-7b", MM, (), "model.path: mindspeed_mm: only Qwen2.5-VL and InternVL3 here"),
     ("qwen2.5-vl-7b", MM, ("--tuning=lora",), "tuning: mindspeed_mm: no LoRA; write tuning: full"),

@@ -18,7 +18,7 @@ LF_VENV    := .venv-llamafactory
 # What the chat and the answers are of.
 MODEL ?= demo/run/export
 
-.PHONY: help setup demo chat test test-parallel lint format bench docs clean
+.PHONY: help setup demo chat test test-parallel test-backends lint format bench docs clean
 
 help:  ## this list
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1 \t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 19
@@ -55,11 +55,15 @@ demo: $(READY_DEMO)  ## train SmolLM2-135M on a CPU, and show its answers before
 chat: $(READY)  ## talk to the demo's model (another: MODEL=folder)
 	@$(VENV)/bin/ascendfactory chat $(MODEL)
 
-test: $(READY)  ## the tests (those of the parallel engine in full: make test-parallel)
-	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m "not parallel"
+test: $(READY)  ## the tests (more: make test-parallel, make test-backends)
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m "not parallel and not backends"
 
 test-parallel: $(READY)  ## every layout, schedule and way to save memory against one process; renews docs/*/layouts.md
 	HF_HUB_OFFLINE=1 WRITE_LAYOUTS=1 $(PYTHON) -m pytest -m parallel
+
+test-backends: $(READY)  ## LLaMA-Factory in an environment of its own, trained with for real on this CPU
+	$(VENV)/bin/ascendfactory install llamafactory --device cpu
+	HF_HUB_OFFLINE=1 $(PYTHON) -m pytest -m backends tests/backends
 
 lint: $(READY)  ## ruff, mypy and the rules of who may import whom
 	$(VENV)/bin/ruff check .

@@ -33,10 +33,12 @@ def make_plan(recipe: Recipe, run_dir: str | None = None, *, launchable: bool = 
     card = find_card(recipe.model.path)
     cluster = resolve_cluster(recipe.cluster, find_device)
     folder = run_dir or run_dir_of(recipe)
+    # Of itself a recipe runs on the embedded engine; the others need an environment, and are taken when they are named.
+    chosen = {"native": BACKENDS["native"]} if recipe.backend == "auto" else dict(BACKENDS)
     try:
-        return search.make_plan(recipe, card, cluster, BACKENDS, folder, num_alternatives)
+        return search.make_plan(recipe, card, cluster, chosen, folder, num_alternatives)
     except NoPlan as no:
-        others = {name: judge for name, judge in priced_engines().items() if name not in BACKENDS}
+        others = {name: judge for name, judge in priced_engines().items() if name not in chosen}
         if launchable or recipe.backend in BACKENDS:
             raise
         try:

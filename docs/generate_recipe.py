@@ -30,7 +30,12 @@ MEANINGS: dict[str, str | tuple[str, str]] = {
     "optim": ("AdamW and its schedule", "AdamW 优化器与学习率曲线"),
     "cluster": ("the devices: `auto`, `cpu`, `8 a100-80g`, `2x8 snt9b`", "使用的设备：`auto`、`cpu`、`8 a100-80g`、`2x8 snt9b`"),
     "layout": ("how the work is split over the devices", "计算如何切分到各设备"),
-    "backend": ("the engine; auto is the first that accepts the recipe", "使用的引擎；auto 取第一个接受该配方的引擎"),
+    "backend": ("the engine; auto is the embedded one wherever it accepts the recipe", "使用的引擎；auto 在内置引擎接受该配方时即用它"),
+    "profile": (
+        "the version of the back end; auto is its default (`ascendfactory install` lists them)",
+        "后端版本；auto 为默认（`ascendfactory install` 列出全部）",
+    ),
+    "extra": ("options for the back end under its own names", "以后端自己的名称传入的选项"),
     "checkpoint": ("what is saved while training, and where a run starts again", "训练中保存什么，从何处继续"),
     "output": ("where results go; short form: dir", "结果写到哪里；简写：直接写 dir"),
     "seed": ("seed of sample order, new weights and adapters, and dropout", "决定样本顺序、新权重与适配器初值、dropout 的随机种子"),

@@ -23,7 +23,13 @@ class Native:
 
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why the embedded engine cannot run the recipe under this layout; empty if it can."""
-        return [*_refuse_objective(recipe), *_refuse_card(card), *_refuse_layout(recipe, layout), *_refuse_tuning(recipe, layout)]
+        return [
+            *_refuse_foreign(recipe),
+            *_refuse_objective(recipe),
+            *_refuse_card(card),
+            *_refuse_layout(recipe, layout),
+            *_refuse_tuning(recipe, layout),
+        ]
 
     def render(self, plan: Plan) -> Job:
         """The job that runs the plan: one process, or torchrun with one process a device."""
@@ -36,9 +42,10 @@ class Native:
             argv=[sys.executable, *(torchrun if nproc > 1 or restarts else []), *module],
             env=_environment(plan),
             nproc=nproc,
+            keeps_metrics=True,
         )
 
-    def read_step(self, line: str) -> StepMetrics | None:
+    def read_step(self, line: str, plan: Plan | None = None) -> StepMetrics | None:
         """The step that a line `@step {...}` reports, or None for any other line."""
         if not line.startswith(STEP_MARK):
             return None
@@ -61,6 +68,25 @@ def _environment(plan: Plan) -> dict[str, str]:
         case other:
             assert_never(other)
     return env
+
+
+def _refuse_foreign(recipe: Recipe) -> list[Refusal]:
+    """Settings that only other back ends have."""
+    rows: tuple[tuple[str, bool, object], ...] = (
+        ("extra", bool(recipe.extra), {}),
+        ("profile", recipe.profile != "auto", "auto"),
+    )
+    return [
+        Refusal(
+            code=f"native.{key}",
+            where=key,
+            en=f"the embedded engine has no {key}; leave it out, or name a back end that has it",
+            zh=f"内置引擎没有 {key}；请删去，或指定其他后端",
+            fix={key: value},
+        )
+        for key, is_set, value in rows
+        if is_set
+    ]
 
 
 def _refuse_objective(recipe: Recipe) -> list[Refusal]:

@@ -27,11 +27,14 @@ VERBS = {
     "train": Verb("ascendfactory.cli.train:train", "run a recipe; the same command resumes it", "运行配方；再次执行即断点续训"),
     "data": Verb("ascendfactory.cli.data:app", "look at samples as the model will see them", "查看模型实际看到的样本"),
     "runs": Verb("ascendfactory.cli.runs:app", "list, show and compare runs", "列出、查看、比较训练"),
+    "compare": Verb("ascendfactory.cli.compare:compare", "one recipe on two engines, step beside step", "在两个引擎上逐步对比同一配方"),
     "export": Verb("ascendfactory.cli.export:export", "write a checkpoint as a Hugging Face folder", "将检查点导出为 Hugging Face 文件夹"),
     "chat": Verb("ascendfactory.cli.chat:chat", "talk to a trained model", "与训练好的模型对话"),
     "models": Verb("ascendfactory.cli.models:models", "models of the catalogue", "目录中的模型"),
     "backends": Verb("ascendfactory.cli.models:backends", "back ends and what they can train", "后端及其能力"),
     "schema": Verb("ascendfactory.cli.schema:schema", "JSON Schema of recipes, for editors", "配方的 JSON Schema（供编辑器使用）"),
+    "install": Verb("ascendfactory.cli.install:install", "make the environment of a back end", "安装后端的独立环境"),
+    "migrate": Verb("ascendfactory.cli.legacy:migrate", "turn a YAML of AscendFactory 6.5 into a recipe", "将 6.5 版 YAML 转为配方"),
     "doctor": Verb("ascendfactory.cli.doctor:doctor", "check this machine", "检查本机环境"),
 }
 
@@ -89,7 +92,7 @@ def _call(name: str, arguments: list[str]) -> int:
     else:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         # Settings of the recipe (`--optim.lr=1e-5`) are options that typer does not know: they reach the verb as they are.
-        takes_settings = name in ("train", "plan", "data")
+        takes_settings = name in ("train", "plan", "data", "migrate", "compare")
         app.command(
             help=pick(verb.en, verb.zh),
             context_settings={

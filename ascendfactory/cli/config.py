@@ -26,9 +26,18 @@ def config(
     tuning: Annotated[str | None, typer.Option(help=", ".join(_TUNINGS))] = None,
     data: Annotated[str | None, typer.Option(help=pick("training file or folder", "训练数据文件或文件夹"))] = None,
     output: Annotated[str | None, typer.Option(help=pick("recipe file to write; - prints it", "要写入的配方文件；- 表示打印"))] = None,
+    backend: Annotated[str | None, typer.Option("--backend", hidden=True)] = None,
+    af_model_name: Annotated[str | None, typer.Option("--af_model_name", hidden=True)] = None,
+    exp_name: Annotated[str | None, typer.Option("--exp_name", hidden=True)] = None,
+    output_file_path: Annotated[str | None, typer.Option("--output_file_path", hidden=True)] = None,
 ) -> None:
     """Write a commented starter recipe."""
     asks = sys.stdin.isatty()
+    if backend or af_model_name or exp_name or output_file_path:  # as AscendFactory 6.5 is called
+        from ascendfactory.cli.legacy import old_config
+
+        old_config(backend, af_model_name, exp_name, output_file_path, asks)
+        return
     model = model or _ask("--model", pick("model (folder or name)", "模型（文件夹或名称）"), None, asks)
     objective = _one_of("--objective", objective or _ask("--objective", pick("objective", "目标"), "sft", asks), _OBJECTIVES)
     usual = "full" if objective == "pretrain" else "lora"

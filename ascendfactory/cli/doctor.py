@@ -40,8 +40,17 @@ class Row:
 
 def doctor(
     deep: Annotated[bool, typer.Option("--deep", help=pick("import torch and compute on the device", "导入 torch 并在设备上计算"))] = False,
+    backend: Annotated[str | None, typer.Option("--backend", help=pick("check what a back end needs", "检查某个后端的需求"))] = None,
+    profile: Annotated[str, typer.Option("--profile", help=pick("its version", "其版本"))] = "auto",
 ) -> int:
     """Check this machine."""
+    if backend:
+        from ascendfactory.launch.check import check_backend
+        from ascendfactory.launch.environments import find_profile
+
+        found = list(check_backend(find_profile(backend.replace("-", "_"), profile)))
+        _print([Row(row.name, row.state, row.found, row.fix) for row in found])
+        return 1 if any(row.state == "fail" for row in found) else 0
     checks: list[Callable[[], Iterator[Row]]] = [_python, _packages, _devices, _memory, _disk, _shared_memory, _ports, _hub_cache]
     rows = [row for check in checks for row in check()]
     if deep:

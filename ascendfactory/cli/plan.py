@@ -66,15 +66,15 @@ def plan(
         return
     from rich.console import Console
 
-    from ascendfactory.backends import BACKENDS
     from ascendfactory.planner.explain import render
 
     Console(highlight=False).print(render(made))
     if simulate:
         _print_simulation(made)
-    if made.backend not in BACKENDS:
-        en = f"this release plans with {made.backend} and cannot launch it yet"
-        typer.echo("\n" + pick(en, f"本版本可用 {made.backend} 规划，但尚不能启动它"))
+    if made.backend not in ("native", made.recipe.backend):
+        typer.echo("\n" + pick(f"to run it there, write backend: {made.backend}", f"如需在其上运行，请写 backend: {made.backend}"))
+        install = f"'ascendfactory install {made.backend}'"
+        typer.echo(pick(f"({install} makes its environment)", f"（{install} 安装其环境）"))
 
 
 def _refuse_what_does_not_go_together(top: int, tables: dict[str, bool], of_a_plan: dict[str, bool]) -> None:
@@ -180,7 +180,8 @@ def _print_fewest(recipe: Recipe) -> None:
             figures = (f"{found.peak_bytes / 2**30:.1f}", f"{found.tokens_per_s_device:.0f}", layout_words(found.layout))
             held.append((found.cluster.num_devices, (name, where, *figures)))
         else:
-            others.append(f"{name}: {_why_none(judges[name].refuse(recipe, card, Layout()), cluster.device.name)}")
+            why = _why_none(judges[name].refuse(recipe, card, Layout()), cluster.device.name)
+            others.append(f"{name}: {why.removeprefix(f'{name}: ').removeprefix(f'{name}：')}")
     if not held:
         raise UserError("cluster", "; ".join(others), "；".join(others))
     shown = Table(box=None, pad_edge=False)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ascendfactory.cli.progress import Progress
-from ascendfactory.cli.recipes import read_recipe
+from ascendfactory.cli.recipes import read_recipe, read_text
 from ascendfactory.core.messages import UserError, pick
 from ascendfactory.core.plan import Plan
 
@@ -30,20 +30,39 @@ def train(
     ] = False,
 ) -> int:
     """Run a recipe; the same command resumes it."""
-    plan = _plan_of(recipe, context.args)
+    is_old = _is_old(recipe)
+    plan = _plan_of(recipe, context.args, is_old)
     if dry_run:
         _show(plan)
         return 0
     from ascendfactory.launch.start import start
 
+    def prepare(folder: Path) -> None:
+        if is_old:
+            from ascendfactory.cli.legacy import old_tree
+            from ascendfactory.launch.old_names import keep_old_names
+
+            keep_old_names(folder, plan, old_tree(recipe, context.args))
+
     with Progress(plan.recipe.output.log_every) as progress:
-        code = start(plan, on_step=progress.step, on_event=progress.event)
+        code = start(plan, on_step=progress.step, on_event=progress.event, on_folder=prepare)
+    if is_old:
+        from ascendfactory.launch.old_names import link_picture
+
+        link_picture(Path(plan.run_dir))
     last = progress.last
     _say_where(plan, finished=code == 0 and (last is None or last.step >= last.num_steps))
     return code
 
 
-def _plan_of(path: str, arguments: list[str]) -> Plan:
+def _is_old(path: str) -> bool:
+    """Whether a file is AscendFactory 6.5's own YAML."""
+    from ascendfactory.launch.legacy import is_legacy
+
+    return path != "-" and not path.endswith(".json") and is_legacy(read_text(path))
+
+
+def _plan_of(path: str, arguments: list[str], is_old: bool) -> Plan:
     if path.endswith(".json"):
         from ascendfactory.launch.runs import read_plan
 
@@ -53,6 +72,10 @@ def _plan_of(path: str, arguments: list[str]) -> Plan:
         return read_plan(Path(path))
     from ascendfactory.api import make_plan
 
+    if is_old:
+        from ascendfactory.cli.legacy import legacy_recipe
+
+        return make_plan(legacy_recipe(path, arguments))
     return make_plan(read_recipe(path, arguments, ["--dry-run"]))
 
 
@@ -64,7 +87,8 @@ def _show(plan: Plan) -> None:
 
     Console(highlight=False).print(render(plan))
     job = BACKENDS[plan.backend].render(plan)
-    typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in job.env.items()), shlex.join(job.argv)]))
+    for task in (*job.before, job, *job.after):
+        typer.echo("\n" + " ".join([*(f"{k}={shlex.quote(v)}" for k, v in task.env.items()), shlex.join(task.argv)]))
 
 
 def _say_where(plan: Plan, finished: bool) -> None:

@@ -260,13 +260,36 @@ class Plan(Fact):
         return sum(term.num_bytes for term in self.memory)
 
 
+class Step(Fact):
+    """One program of a job before or after training: it turns inputs into an output.
+
+    It is not run again when the output is there and was made from the same inputs by the same program.
+    """
+
+    name: str  # preprocess, convert ...
+    argv: list[str]
+    env: dict[str, str] = {}
+    environment: str = ""
+    inputs: list[str] = []  # files and folders
+    output: str  # a folder that the program fills
+    nproc: int = 1
+
+
 class Job(Fact):
-    """What a back end wants run: files, argv, environment. Pure data."""
+    """What a back end wants run: files, argv, environment. Pure data.
+
+    In argv and the values of env, `{env}` stands for the folder of `environment`, and `{nodes}`, `{node_rank}`,
+    `{master_addr}`, `{master_port}` for what the launcher knows of the other nodes.
+    """
 
     files: dict[str, str]  # path inside the run folder → text
     argv: list[str]
     env: dict[str, str] = {}
+    environment: str = ""  # `<back end>-<profile>`, made by `ascendfactory install`; "" = the Python that runs AscendFactory
     nproc: int = 1  # processes that argv starts on each node
+    before: list[Step] = []
+    after: list[Step] = []
+    keeps_metrics: bool = False  # the program writes metrics.jsonl itself
 
 
 class StepMetrics(Fact):
@@ -277,7 +300,7 @@ class StepMetrics(Fact):
     loss: float  # sum of token losses / global number of trained tokens
     lr: float
     grad_norm: float
-    label_tokens: int  # trained tokens of the step, all devices
+    label_tokens: int  # trained tokens of the step, all devices; 0 = the back end does not say
     tokens: int  # tokens of the step without padding, all devices
     epoch: float
     step_s: float
@@ -286,6 +309,8 @@ class StepMetrics(Fact):
     memory_bytes: int | None = None  # peak on the fullest device
     eval_loss: float | None = None
     skipped: str | None = None  # why the update was skipped
+    reward: float | None = None  # mean over the answers of the step (reinforcement learning), or of chosen - rejected (dpo)
+    response_tokens: float | None = None  # mean length of the answers of the step
 
 
 class Backend(Protocol):
@@ -299,5 +324,5 @@ class Backend(Protocol):
     def render(self, plan: Plan) -> Job:
         """The job that runs the plan. Pure: touches no disk."""
 
-    def read_step(self, line: str) -> StepMetrics | None:
+    def read_step(self, line: str, plan: Plan) -> StepMetrics | None:
         """The step that a line of the engine's output reports, or None."""

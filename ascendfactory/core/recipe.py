@@ -335,6 +335,10 @@ class Recipe(Section):
     cluster: Annotated[ClusterSpec, BeforeValidator(_cluster)] = ClusterSpec()
     layout: LayoutSpec = LayoutSpec()
     backend: BackendName = "auto"
+    profile: str = Field("auto", description="the version of the back end (`ascendfactory install` lists them); auto = its default")
+    extra: dict[str, Any] = Field(
+        default={}, description="options handed to the back end under its own names; those that AscendFactory sets itself are refused"
+    )
     checkpoint: Checkpoint = Checkpoint()
     output: Annotated[Output, short_form("dir")] = Output()
     seed: Annotated[int, Field(ge=0)] = 42

@@ -20,10 +20,12 @@ from typing import IO, Any
 import psutil
 
 from ascendfactory.core.messages import UserError
-from ascendfactory.core.plan import Job, StepMetrics
+from ascendfactory.core.plan import Job, Step, StepMetrics
 from ascendfactory.launch.devices import usable_cpus
+from ascendfactory.launch.environments import resolve
 from ascendfactory.launch.failure import USER_ERROR, exit_code, failure_event, lost_rank, restart_event
 from ascendfactory.launch.lock import held
+from ascendfactory.launch.steps import is_made, mark_made, node_facts, prepare, step_fingerprint
 
 EVENT_MARK = "@event "
 # Every process of a run carries this variable, so that those which left its process group are found as well:
@@ -64,7 +66,7 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         _write_files(job, folder)
-        log_path = _next_log(folder)
+        log_path = next_log(folder)
         with (folder / "logs" / "events.jsonl").open("a", encoding="utf-8") as events:
 
             def tell(event: Event) -> None:
@@ -81,13 +83,33 @@ def _restarts(argv: Sequence[str]) -> int:
     return int(argv[argv.index("--max-restarts") + 1]) if "--max-restarts" in argv else 0
 
 
+def _run_all(job: Job, folder: Path, run_id: str, log: IO[bytes], follower: _Follower) -> int:
+    """The steps before, the training, the steps after; the first that fails ends it."""
+    tasks: list[Job | Step] = [*job.before, job, *job.after]
+    for task in tasks:
+        if isinstance(task, Step):
+            fingerprint = step_fingerprint(task)
+            name = {"step": task.name}
+            if is_made(task, fingerprint):
+                follower.on_event({"kind": "step", **name, "text_en": f"{task.name}: made before", "text_zh": f"{task.name}：已存在，跳过"})
+                continue
+            follower.on_event({"kind": "step", **name, "text_en": f"{task.name} ...", "text_zh": f"{task.name} ……"})
+            prepare(task)
+        code = _run(task, run_id, log, follower)
+        if code or follower.signalled:
+            return code
+        if isinstance(task, Step):
+            mark_made(task, fingerprint)
+    return 0
+
+
 def _run_logged(job: Job, folder: Path, log_path: Path, follower: _Follower) -> int:
     """Runs the job with its log and status beside it; kills whatever it leaves behind."""
     run_id, started_s, code = uuid.uuid4().hex, time.time(), 1
     _write_status(folder, state="running", started_s=started_s, log=log_path.name)
     try:
         with log_path.open("wb") as log:
-            code = _run(job, run_id, log, follower)
+            code = _run_all(job, folder, run_id, log, follower)
         if follower.signalled and code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
             code = INTERRUPTED  # the signal came before training had begun: nothing to save
         if code not in (0, INTERRUPTED):
@@ -140,11 +162,14 @@ class _Follower:
             self._restarts_left = max(0, self._restarts_left - 1)
 
 
-def _run(job: Job, run_id: str, log: IO[bytes], follower: _Follower) -> int:
-    env = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // job.nproc))} | dict(os.environ) | job.env | {RUN_VARIABLE: run_id}
+def _run(job: Job | Step, run_id: str, log: IO[bytes], follower: _Follower) -> int:
+    argv, own = resolve(job.argv, job.env, job.environment, node_facts())
+    env = {"OMP_NUM_THREADS": str(max(1, usable_cpus() // job.nproc))} | dict(os.environ) | own | {RUN_VARIABLE: run_id}
+    if job.environment and "PYTHONPATH" not in own:
+        env.pop("PYTHONPATH", None)  # ours means nothing to its packages
     try:
         process = subprocess.Popen(
-            job.argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as error:
         raise UserError(job.argv[0], f"cannot be started: {error.strerror}", f"无法启动：{error.strerror}") from None
@@ -226,7 +251,7 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
             signal.signal(number, old)
 
 
-def _signal(process: subprocess.Popen[bytes], job: Job, number: int) -> None:
+def _signal(process: subprocess.Popen[bytes], job: Job | Step, number: int) -> None:
     """Passes a signal to the job's own processes.
 
     torchrun, when it gets one, kills its ranks after 30 s whatever they are saving; the ranks get it directly instead.
@@ -264,13 +289,16 @@ def _write_files(job: Job, folder: Path) -> None:
     for name, text in job.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        # an unchanged file keeps its time: steps that read it are then not run again
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
     (folder / "job").mkdir(exist_ok=True)
-    started = {"argv": job.argv, "env": job.env, "nproc": job.nproc, "files": sorted(job.files)}
+    started = job.model_dump(exclude={"files"}) | {"files": sorted(job.files)}
     (folder / "job" / "job.json").write_text(json.dumps(started, indent=2) + "\n", encoding="utf-8")
 
 
-def _next_log(folder: Path) -> Path:
+def next_log(folder: Path) -> Path:
+    """Where the log of the next attempt in a run folder will be."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     numbers = [int(p.stem.split("-")[1]) for p in logs.glob("attempt-*.log") if p.stem.split("-")[1].isdigit()]

@@ -11,6 +11,7 @@ from ascendfactory.core.measured import add_measurement, measure, measured_path
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan, StepMetrics
 from ascendfactory.launch.devices import check_present
+from ascendfactory.launch.environments import require_environment
 from ascendfactory.launch.failure import USER_ERROR
 from ascendfactory.launch.local import Event, launch
 from ascendfactory.launch.report import write_report
@@ -22,6 +23,8 @@ def start(
     *,
     on_step: Callable[[StepMetrics], None] = lambda step: None,
     on_event: Callable[[Event], None] = lambda event: None,
+    env: dict[str, str] | None = None,
+    on_folder: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Runs a plan on this machine and writes its report; returns the job's exit code.
 
@@ -29,6 +32,8 @@ def start(
         plan: from `make_plan`, or read from a run's plan.json.
         on_step: called with each optimizer step.
         on_event: called with each other news of the run (kind, text_en, text_zh).
+        env: environment variables beside those of the job.
+        on_folder: called once with the run folder, just before the job starts.
 
     Raises:
         UserError: when the devices are not here, the folder is in use, or its checkpoints belong to another recipe.
@@ -36,9 +41,21 @@ def start(
     check_present(plan.cluster)
     _check_model(plan)
     backend = BACKENDS[plan.backend]
+    if environment := backend.render(plan).environment:
+        require_environment(environment)
     is_new = not Path(plan.run_dir).exists()
     folder = create_run(plan)
-    code = launch(backend.render(plan), folder, read_step=backend.read_step, on_step=on_step, on_event=on_event)
+    on_folder(folder)
+    job = backend.render(plan)
+    job = job.model_copy(update={"env": job.env | (env or {})})
+
+    def kept(step: StepMetrics) -> None:
+        if not job.keeps_metrics:
+            with (folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
+                out.write(step.model_dump_json(exclude_none=True) + "\n")
+        on_step(step)
+
+    code = launch(job, folder, read_step=lambda line: backend.read_step(line, plan), on_step=kept, on_event=on_event)
     if steps := read_metrics(folder):
         write_report(folder)
         if row := measure(plan, steps):  # the next prediction of this model here starts from it

@@ -48,7 +48,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["train", "r.yaml", "--dryrun"], "--dryrun: no such option; did you mean '--dry-run'?"),
         (["plan", "r.yaml", "--lr=1"], "lr: unknown key here; did you mean 'optim.lr'?"),
         (["plan", "r.yaml", "--seed"], "--seed: needs a value: --seed=..."),
-        (["plan", "r.yaml", "extra"], "extra: unexpected; settings are written such as --optim.lr=1e-5"),
+        (["plan", "r.yaml", "zzz"], "zzz: unexpected; settings are written such as --optim.lr=1e-5"),
         (
             ["plan", "r.yaml", "--objective=ppo"],
             "objective: 'ppo' is not yet in this release of the embedded engine; pretrain and sft work",

@@ -1,0 +1,294 @@
+"""Golden jobs; and the sweep: a changed recipe or layout changes the job, or is refused."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from ascendfactory.backends import BACKENDS, llamafactory, mindspeed_llm, mindspeed_mm, mindspeed_rl, verl
+from ascendfactory.core.fields import all_keys
+from ascendfactory.core.plan import Job, Layout
+from tests.backends.golden_jobs import CELLS, FOLDER, Cell, name_of, render, text_of
+from tests.backends.plans import make_job_plan, make_recipe
+
+MODULES = {m.NAME: m for m in (llamafactory, mindspeed_llm, mindspeed_mm, mindspeed_rl, verl)}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name_of)
+def test_golden(cell: Cell) -> None:
+    assert text_of(render(cell)) == (FOLDER / name_of(cell)).read_text(encoding="utf-8"), "python -m tests.backends.golden_jobs, and review"
+
+
+def test_no_golden_job_is_left_over() -> None:
+    assert {path.name for path in FOLDER.glob("*.txt")} == {name_of(cell) for cell in CELLS}
+
+
+def test_profiles_are_those_that_can_be_installed() -> None:
+    table = tomllib.loads((files("ascendfactory.catalog") / "environments.toml").read_text(encoding="utf-8"))
+    for name, module in MODULES.items():
+        assert set(module.PROFILES) == set(table[name])
+        assert table[name][module.PROFILES[0]]["default"]
+
+
+# Another value for every key of a recipe. Keys of unions are those of the back end's own base recipe.
+CHANGES: dict[str, Any] = {
+    "name": "other",
+    "model.path": "qwen2.5-14b",
+    "model.init": "random",
+    "model.dtype": "float32",
+    "objective.train_on": "all",
+    "tuning.rank": 16,
+    "tuning.alpha": 32.0,
+    "tuning.dropout": 0.1,
+    "tuning.targets": ["q_proj"],
+    "tuning.rslora": True,
+    "tuning.dora": True,
+    "tuning.adapter": "adapters/old",
+    "data.train": ["other.jsonl"],
+    "data.eval": ["eval.jsonl"],
+    "data.eval_fraction": 0.1,
+    "data.seq_len": 8192,
+    "data.packing": "fixed",
+    "data.overlong": "drop",
+    "data.bad_lines": "skip",
+    "data.mask_check": False,
+    "data.chat_template": "own.jinja",
+    "data.shuffle": False,
+    "data.streaming": True,
+    "data.workers": 3,
+    "data.cache_dir": "elsewhere",
+    "batch.global_size": 64,
+    "batch.micro_size": 2,
+    "duration": "200 steps",
+    "optim.lr": 3e-4,
+    "optim.schedule": "linear",
+    "optim.warmup": "7 steps",
+    "optim.min_lr_ratio": 0.1,
+    "optim.weight_decay": 0.5,
+    "optim.beta1": 0.8,
+    "optim.beta2": 0.999,
+    "optim.eps": 1e-6,
+    "optim.max_grad_norm": 0.3,
+    "optim.nonfinite": "skip",
+    "optim.in_backward": True,
+    "cluster": {"device": "snt9b", "nproc": 8, "restarts": 2},
+    "checkpoint.every": "9 steps",
+    "checkpoint.keep": 5,
+    "checkpoint.keep_best": True,
+    "checkpoint.asynchronous": False,
+    "checkpoint.resume": "runs/other/checkpoints/10",
+    "output.export": False,
+    "output.dtype": "float16",
+    "output.log_every": 5,
+    "output.eval_every": "9 steps",
+    "output.sample_prompts": ["Hello"],
+    "profile": "no-such",
+    "extra": {"no_such_option": 1},
+    "seed": 7,
+}
+# Keys that are the planner's or the run folder's, and reach an adapter as the plan's layout, cluster and run_dir.
+PLANNED = (
+    "layout.",
+    "cluster.device",
+    "cluster.nodes",
+    "cluster.nproc",
+    "backend",
+    "output.dir",
+    "optim.decay_fraction",
+    "objective.kind",
+    "tuning.kind",
+    "duration.",
+    "objective",
+    "tuning",
+)
+BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llamafactory": ("qwen2.5-7b", "sft_lora", {"zero": 3}),
+    "mindspeed_llm": ("qwen2.5-7b", "sft_lora", {"zero": 1, "tp": 2, "sp": True}),
+    "mindspeed_mm": ("qwen2.5-vl-7b", "sft_full", {"zero": 1, "pp": 2}),
+    "mindspeed_rl": ("qwen2.5-7b", "grpo_full", {"zero": 1, "tp": 2, "sp": True}),
+    "verl": ("qwen2.5-7b", "grpo_lora", {}),
+}
+GIVEN_NAME = {"name": "the run folder carries the name", "batch.micro_size": "the plan's micro_size is what counts"}
+
+
+def _with(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *groups, last = path.split(".")
+    inner = settings
+    for group in groups:
+        inner = inner.setdefault(group, {})
+    inner[last] = value
+    return settings
+
+
+def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | None = None, **more: Any) -> Job | None:
+    """The job, or None where it is refused."""
+    model, stage, base = BASES[backend]
+    settings: dict[str, Any] = {}
+    if path:
+        kind = {"objective": "objective", "tuning": "tuning"}.get(path.split(".")[0])
+        if kind:
+            objective, _, tuning = stage.partition("_")
+            settings[kind] = {"kind": objective if kind == "objective" else tuning}
+        settings = _with(settings, path, value)
+    if path == "model.path" and backend == "mindspeed_mm":
+        settings = {"model": {"path": "qwen2.5-vl-3b"}}
+    recipe = make_recipe(model, backend, stage, **settings, **more)
+    plan = make_job_plan(recipe, layout or base)
+    adapter = BACKENDS[backend]
+    return None if adapter.refuse(recipe, plan.card, plan.layout) else adapter.render(plan)
+
+
+def _applies(backend: str, path: str) -> bool:
+    stage = BASES[backend][1]
+    if path.startswith("tuning."):
+        return stage.endswith("lora")
+    return not path.startswith("objective.") or stage.startswith("sft")
+
+
+def test_the_sweep_knows_every_key() -> None:
+    leaves = {key for key in all_keys() if not any(other.startswith(f"{key}.") for other in all_keys())}
+    missing = {key for key in leaves if key not in CHANGES and not key.startswith(PLANNED) and key.split(".")[0] not in CHANGES}
+    missing = {key for key in missing if not any(key.startswith(f"{known}.") for known in CHANGES)}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("backend", BASES)
+def test_every_recipe_key_counts(backend: str) -> None:
+    base = _job(backend, None, None)
+    assert base is not None
+    silent = []
+    for path, value in CHANGES.items():
+        if not _applies(backend, path) or path in GIVEN_NAME:
+            continue
+        if path.split(".")[0] in ("model", "data", "optim", "batch", "checkpoint", "output") and path.count(".") == 0:
+            continue
+        changed, before = _job(backend, path, value), base
+        if path == "output.eval_every" and backend in ("llamafactory", "verl"):  # it counts where something is evaluated
+            changed, before = (_job(backend, "data.eval", ["eval.jsonl"], output={"eval_every": every}) for every in (value, "100 steps"))
+        if changed is not None and text_of(changed) == text_of(before) and path not in MODULES[backend].NO_EFFECT:
+            silent.append(path)
+    assert silent == []
+
+
+LAYOUT_CHANGES: dict[str, Any] = {
+    "replicate": 2,
+    "zero": 2,
+    "tp": 4,
+    "sp": False,
+    "pp": 4,
+    "vpp": 2,
+    "schedule": ["gpipe", "zero_bubble", "zbv", "dualpipev"],
+    "stage_layers": [27, 1],
+    "overlap_chunks": 2,
+    "recompute_in_advance": True,
+    "ring": 2,
+    "ulysses": 2,
+    "ep": 2,
+    "recompute": "full",
+    "recompute_layers": 2,
+    "offload_activations": True,
+    "offload_optimizer": True,
+    "optim_dtype": "bfloat16",
+    "reuse_params": True,
+    "micro_size": 2,
+}
+
+
+def test_the_sweep_knows_every_layout_field() -> None:
+    assert set(Layout.model_fields) - set(LAYOUT_CHANGES) == {"dp", "num_micro"}  # what the other degrees leave
+
+
+LAYOUT_CASES = [(name, value) for name, held in LAYOUT_CHANGES.items() for value in (held if name == "schedule" else [held])]
+
+
+@pytest.mark.parametrize("backend", BASES)
+def test_every_layout_field_counts(backend: str) -> None:
+    base = BASES[backend][2]
+    before = _job(backend, None, None)
+    assert before is not None
+    silent = []
+    for name, value in LAYOUT_CASES:
+        layout = base | {name: value}
+        if name == "stage_layers":
+            layout["pp"] = 2
+        if name == "sp" and base.get("tp", 1) == 1:
+            continue
+        if name == "recompute_layers":
+            layout["recompute"] = "full"
+            whole = _job(backend, None, None, base | {"recompute": "full"})
+        elif name == "stage_layers":
+            whole = _job(backend, None, None, base | {"pp": 2})
+        else:
+            whole = before
+        if name == "ep" and BASES[backend][0].startswith("qwen2.5"):
+            continue  # a dense model has no experts; the planner's rules refuse it
+        changed = _job(backend, None, None, layout)
+        if (
+            changed is not None
+            and whole is not None
+            and text_of(changed) == text_of(whole)
+            and f"layout.{name}" not in MODULES[backend].NO_EFFECT
+        ):
+            silent.append(name)
+    assert silent == []
+
+
+def _flags(model: str, stage: str, layout: dict[str, Any], backend: str = "mindspeed_llm", **settings: Any) -> list[str]:
+    recipe = make_recipe(model, backend, stage, **settings)
+    plan = make_job_plan(recipe, layout)
+    assert BACKENDS[backend].refuse(recipe, plan.card, plan.layout) == []
+    job = BACKENDS[backend].render(plan)
+    return [*job.argv, "|", *(word for step in (*job.before, *job.after) for word in step.argv)]
+
+
+def _value(words: list[str], flag: str) -> list[str]:
+    """What stands behind a flag, at each of its places."""
+    return [words[i + 1] for i, word in enumerate(words) if word == flag]
+
+
+def test_uneven_stages_reach_trainer_and_converter_alike() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {"zero": 1, "pp": 4, "stage_layers": (8, 7, 7, 6)})
+    assert _value(words, "--num-layer-list") == ["8,7,7,6", "8,7,7,6"]
+
+
+def test_pieces_of_a_matrix_product_are_coc() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {"zero": 1, "tp": 4, "sp": True, "overlap_chunks": 4})
+    assert "--use-ascend-coc" in words and _value(words, "--coc-parallel-num") == ["4"]
+
+
+def test_recomputation_in_advance_needs_chunks_of_one_layer() -> None:
+    layout = {"zero": 1, "pp": 4, "schedule": "interleaved", "recompute": "full", "recompute_layers": 1, "recompute_in_advance": True}
+    words = _flags("qwen2.5-7b", "sft_full", layout | {"vpp": 7})
+    assert "--recompute-in-advance" in words and _value(words, "--recompute-method") == ["block"]
+    recipe = make_recipe("qwen3-8b", "mindspeed_llm")
+    plan = make_job_plan(recipe, layout | {"vpp": 3})
+    assert [r.where for r in BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout)] == ["layout.recompute_in_advance"]
+
+
+def test_dualpipev_is_told_to_trainer_and_both_converters() -> None:
+    layout = {"zero": 1, "pp": 2, "vpp": 2, "schedule": "dualpipev"}
+    words = _flags("qwen3-8b", "sft_full", layout, batch={"global_size": 64})
+    assert _value(words, "--schedules-method") == ["dualpipev"] * 3
+    assert not {"--num-layers-per-virtual-pipeline-stage", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
+    for model, broken in (("qwen3-1.7b", {}), ("qwen3-8b", {"tp": 2, "sp": True}), ("qwen3-8b", {"ring": 2})):
+        recipe = make_recipe(model, "mindspeed_llm")
+        plan = make_job_plan(recipe, layout | broken)
+        assert BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout) != [], (model, broken)
+
+
+def test_restarts_of_llamafactory_are_torchruns() -> None:
+    words = _flags("qwen2.5-7b", "sft_full", {}, "llamafactory", cluster={"device": "snt9b", "nproc": 8, "restarts": 3})
+    assert _value(words, "--max-restarts") == ["3"]
+
+
+@pytest.mark.parametrize("backend", ["mindspeed_mm", "mindspeed_rl"])
+def test_the_newest_checkpoint_is_resumed(backend: str) -> None:
+    job = _job(backend, None, None)
+    assert job is not None
+    start = json.loads(job.files["job/start.json"])
+    assert "{load}" in job.argv and any("checkpoints" in word for word in start["resume"])
+    assert not any("checkpoints" in word for word in start["fresh"])

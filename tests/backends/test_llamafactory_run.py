@@ -1,0 +1,121 @@
+"""LLaMA-Factory, really run on this machine through `train`; skipped where its environment is not installed (`make test-backends`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ascendfactory.core.load import load_recipe
+from ascendfactory.core.plan import StepMetrics
+from ascendfactory.launch.environments import MARK, environment_dir, find_profile
+from ascendfactory.launch.runs import read_metrics
+
+pytestmark = [
+    pytest.mark.backends,
+    pytest.mark.skipif(
+        not (environment_dir(find_profile("llamafactory").environment) / MARK).exists(), reason="ascendfactory install llamafactory"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose tokenizer the older transformers of that environment can read."""
+    from tests.tiny import write_model
+
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    write_model(folder, "llama")
+    path = folder / "tokenizer_config.json"
+    path.write_text(path.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    return folder
+
+
+def _run(model: Path, folder: Path, rows: list[dict[str, Any]], /, **settings: Any) -> list[StepMetrics]:
+    import ascendfactory
+    from ascendfactory.launch.start import start
+
+    source = folder.parent / f"{folder.name}.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe: dict[str, Any] = {
+        "name": folder.name,
+        "model": str(model),
+        "data": {"train": str(source), "seq_len": 64, **settings.pop("data", {})},
+        "batch": {"global_size": 2, "micro_size": 1},
+        "duration": "2 steps",
+        "optim": {"lr": 1e-3, "schedule": "constant", "warmup": 0.0},
+        "cluster": {"device": "cpu", "nproc": 1},
+        "backend": "llamafactory",
+        "checkpoint": {"every": "1 steps"},
+        "output": {"dir": str(folder)},
+        **settings,
+    }
+    events: list[str] = []
+    code = start(ascendfactory.make_plan(load_recipe(yaml.safe_dump(recipe))), on_event=lambda event: events.append(event["text_en"]))
+    assert code == 0, (events, (sorted((folder / "logs").glob("*.log"))[-1]).read_text()[-3000:])
+    return read_metrics(folder)
+
+
+CHATS = [{"instruction": f"What is {i} + {i}?", "output": str(2 * i)} for i in range(20)]
+
+
+def test_sft_trains_resumes_and_exports(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    first = _run(model, tmp_path / "sft", CHATS)
+    assert [step.step for step in first] == [1, 2] and first[-1].num_steps == 2 and first[0].lr == pytest.approx(1e-3)
+    assert first[0].grad_norm > 0 and first[0].tokens == 2 * 64
+    again = _run(model, tmp_path / "sft", CHATS, duration="3 steps")
+    assert [step.step for step in again] == [1, 2, 3] and [s.loss for s in again[:2]] == [s.loss for s in first]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "export").num_parameters() > 0
+
+
+def test_lora_exports_an_adapter(model: Path, tmp_path: Path) -> None:
+    _run(model, tmp_path / "lora", CHATS, tuning={"kind": "lora", "rank": 4})
+    config = json.loads((tmp_path / "lora" / "export" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and (tmp_path / "lora" / "export" / "adapter_model.safetensors").exists()
+
+
+def test_dpo_starts_at_ln_2(model: Path, tmp_path: Path) -> None:
+    pairs = [{"prompt": f"What is {i} + {i}?", "chosen": str(2 * i), "rejected": "none"} for i in range(8)]
+    steps = _run(model, tmp_path / "dpo", pairs, objective="dpo", data={"packing": "dynamic"})
+    assert steps[0].loss == pytest.approx(0.6931, abs=1e-4) and steps[0].reward == pytest.approx(0.0, abs=1e-6)
+
+
+def test_pretraining(model: Path, tmp_path: Path) -> None:
+    steps = _run(model, tmp_path / "pt", [{"text": "the tide comes in and the boats go out " * 20}] * 8, objective="pretrain")
+    assert len(steps) == 2 and steps[0].loss > 0
+
+
+def _compare(model: Path, folder: Path, *words: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    from ascendfactory import cli
+
+    (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    recipe = {"model": str(model), "data": {"train": "c.jsonl", "seq_len": 64, "cache_dir": "tokens"}, "cluster": "1 cpu"}
+    recipe |= {"batch": {"global_size": 4, "micro_size": 2}, "optim": {"lr": 1e-3, "warmup": 0.0}}
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    code = cli.run(["compare", "r.yaml", "--output=both", *words])
+    made = json.loads((folder / "both" / "compare.json").read_text())
+    return code, made, {item["name"]: item for item in made["checks"]}
+
+
+def test_compare_agrees_on_the_same_batches(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, made, checks = _compare(model, tmp_path, "--steps=20", "--objective.train_on=all")
+    assert code == 0, (made["parting"], checks)
+    assert [len(own) for own in made["steps"]] == [20, 20]
+    names = ("packing", "tokens", "mask", "normalisation", "learning rate", "dtype", "optimizer")
+    assert {name: item["state"] for name, item in checks.items()} == dict.fromkeys(names, "same")
+
+
+def test_compare_names_what_llamafactory_does_otherwise(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains the newline after an answer's end, and begins its warm-up at a rate of 0."""
+    monkeypatch.chdir(tmp_path)
+    code, made, checks = _compare(model, tmp_path, "--steps=2", "--optim.warmup=2 steps")
+    assert code == 1 and made["parting"]["step"] == 1
+    assert checks["tokens"]["state"] == "same"
+    assert checks["mask"]["found"]["en"].startswith("step 1: llamafactory trains token")
+    assert checks["learning rate"]["found"]["en"] == "step 1: native 0.0005, llamafactory 0"

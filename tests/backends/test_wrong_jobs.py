@@ -24,7 +24,7 @@ WRONG: list[tuple[str, str, tuple[str, ...], str]] = [  # model, back end, setti
     ("qwen2.5-7b", LF, ("--objective=dpo",), "data.packing: llamafactory: no packed pairs; write packing: dynamic"),
     ("qwen2.5-7b", LF, GRPO, "objective: llamafactory: no grpo"),
     ("qwen2.5-7b", LLM, ("--extra.no-such-flag=3",), "extra.no-such-flag: mindspeed_llm: no such option"),
-    ("qwen2.5-7b", LLM, ("--layout.tp=8",), "layout.tp: mindspeed_llm: no tp above the key/value heads; write tp: 4"),
+    ("qwen2.5-7b", LLM, ("--layout.tp=8",), "layout.tp: tp 8 does not divide 28 attention heads; write tp: 4"),
     ("qwen2.5-7b", LLM, ("--extra.recompute-method=blok",), "extra.recompute-method"),
     ("qwen2.5-7b", LLM, ("--layout.overlap_chunks=3", "--layout.tp=2"), "no CoC in 3 pieces; write overlap_chunks: 4"),
     ("qwen2.5-7b", LLM, ("--tuning=lora", "--tuning.dora=true"), "tuning.dora: mindspeed_llm: no DoRA"),
@@ -41,7 +41,7 @@ WRONG: list[tuple[str, str, tuple[str, ...], str]] = [  # model, back end, setti
     ("qwen2.5-7b", VERL, (), "objective: verl: sft is left to other back ends"),
     ("qwen2.5-7b", VERL, (*GRPO, "--extra={trainer.save_freqq: 1}"), "no such option; did you mean trainer.save_freq?"),
     ("qwen2.5-7b", VERL, (*GRPO, "--layout.ulysses=2", "--layout.tp=2"), "layout.ulysses: verl: no Ulysses under Megatron"),
-    ("qwen2.5-7b", VERL, (*GRPO, "--optim.in_backward=true", "--optim.max_grad_norm=0"), "optim.in_backward: verl"),
+    ("qwen2.5-7b", VERL, (*GRPO, "--optim.in_backward=true", "--optim.max_grad_norm=0"), "optim.in_backward: in_backward keeps no gradient to add to"),
 ]
 
 

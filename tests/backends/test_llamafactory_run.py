@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +105,14 @@ def _compare(model: Path, folder: Path, *words: str) -> tuple[int, dict[str, Any
 
 
 def test_compare_agrees_on_the_same_batches(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a template that has nothing after an answer's end, so that both train the same tokens."""
     monkeypatch.chdir(tmp_path)
-    code, made, checks = _compare(model, tmp_path, "--steps=20", "--objective.train_on=all")
+    plain = shutil.copytree(model, tmp_path / "plain")
+    for path in (plain / "tokenizer_config.json", plain / "chat_template.jinja"):
+        if path.exists():
+            for ending in ("<|im_end|>\\n{% endfor", "<|im_end|>\n{% endfor"):
+                path.write_text(path.read_text().replace(ending, "<|im_end|>{% endfor"))
+    code, made, checks = _compare(plain, tmp_path, "--steps=20")
     assert code == 0, (made["parting"], checks)
     assert [len(own) for own in made["steps"]] == [20, 20]
     names = ("packing", "tokens", "mask", "normalisation", "learning rate", "dtype", "optimizer")
@@ -116,6 +124,18 @@ def test_compare_names_what_llamafactory_does_otherwise(model: Path, tmp_path: P
     monkeypatch.chdir(tmp_path)
     code, made, checks = _compare(model, tmp_path, "--steps=2", "--optim.warmup=2 steps")
     assert code == 1 and made["parting"]["step"] == 1
+    assert checks["normalisation"]["state"] == "same"
     assert checks["tokens"]["state"] == "same"
     assert checks["mask"]["found"]["en"].startswith("step 1: llamafactory trains token")
     assert checks["learning rate"]["found"]["en"] == "step 1: native 0.0005, llamafactory 0"
+
+
+def test_compare_names_the_count_that_divides_the_loss(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all tokens are trained, transformers counts each row's first one too, which nothing predicts: losses are in that proportion."""
+    monkeypatch.chdir(tmp_path)
+    code, made, checks = _compare(model, tmp_path, "--steps=1", "--objective.train_on=all")
+    assert code == 1 and checks["mask"]["state"] == "same"
+    found = re.fullmatch(r"step 1: llamafactory divides by (\d+), and trains (\d+) tokens", checks["normalisation"]["found"]["en"])
+    assert found and int(found[1]) - int(found[2]) == 4  # rows of the step
+    native, other = made["parting"]["values"]
+    assert other == pytest.approx(native * int(found[2]) / int(found[1]), abs=1e-4)

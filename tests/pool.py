@@ -18,6 +18,8 @@ def _free_port() -> int:
 
 
 def _serve(pipe: Connection) -> None:
+    import gc
+
     import torch
     import torch.distributed as dist
     import transformers  # noqa: F401  # paid once, before the first task
@@ -33,6 +35,8 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            # models and their hooks are cycles that hold process groups, each with threads that wake up for ever
+            gc.collect()
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 os.environ.pop(name, None)
 

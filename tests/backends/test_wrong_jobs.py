@@ -41,7 +41,12 @@ WRONG: list[tuple[str, str, tuple[str, ...], str]] = [  # model, back end, setti
     ("qwen2.5-7b", VERL, (), "objective: verl: sft is left to other back ends"),
     ("qwen2.5-7b", VERL, (*GRPO, "--extra={trainer.save_freqq: 1}"), "no such option; did you mean trainer.save_freq?"),
     ("qwen2.5-7b", VERL, (*GRPO, "--layout.ulysses=2", "--layout.tp=2"), "layout.ulysses: verl: no Ulysses under Megatron"),
-    ("qwen2.5-7b", VERL, (*GRPO, "--optim.in_backward=true", "--optim.max_grad_norm=0"), "optim.in_backward: in_backward keeps no gradient to add to"),
+    (
+        "qwen2.5-7b",
+        VERL,
+        (*GRPO, "--optim.in_backward=true", "--optim.max_grad_norm=0"),
+        "optim.in_backward: in_backward keeps no gradient to add to",
+    ),
 ]
 
 

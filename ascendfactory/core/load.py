@@ -68,6 +68,13 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = _resolvers()
 
+    def represent_text(self, text: str) -> yaml.Node:
+        """Line breaks that only Unicode knows are escaped: written as they are, YAML would fold them."""
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style='"' if set(text) & set("\x85\u2028\u2029") else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
+
 
 def load_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe that the text and the overrides say, every default filled in.

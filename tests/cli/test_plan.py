@@ -127,7 +127,7 @@ def test_a_mistaken_layout_is_told(file: str, capsys: pytest.CaptureFixture[str]
 def test_a_layout_that_does_not_fit_is_refused_with_its_fix(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["plan", file, "--devices=2x8 snt9b", "--layout=tp=16", "--backend=mindspeed_llm"]) == 2
     err = capsys.readouterr().err
-    assert "layout.tp: mindspeed_llm: no tp above the key/value heads; write tp: 8" in err
+    assert "layout.tp: a tp group must lie inside a node, and tp 16 does not divide its 8 devices; write tp: 8" in err
 
 
 def test_fewest_devices(file: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,9 @@ def cluster_of(nproc: int, gib: float = 60, of: Device = NPU) -> Cluster:
 
 
 def plan_of(cluster: Cluster, *overrides: str) -> Plan:
-    return make_plan(recipe_of(*overrides), CARD, cluster, BACKENDS, "runs/a")
+    recipe = recipe_of(*overrides)
+    judges = {"native": BACKENDS["native"]} if recipe.backend == "auto" else BACKENDS  # as api.make_plan has it
+    return make_plan(recipe, CARD, cluster, judges, "runs/a")
 
 
 def fits(plan: Plan, **layout: Any) -> bool:
@@ -156,10 +158,10 @@ def test_every_reason_is_told_once() -> None:
     assert "memory.roomier" not in codes
 
 
-def test_a_back_end_of_a_later_release_is_named() -> None:
+def test_a_named_back_end_says_what_it_needs() -> None:
     with pytest.raises(NoPlan) as caught:
         plan_of(cluster_of(8), "--backend=verl")
-    assert ("backend", {"backend": "native"}) in [(r.code, r.fix) for r in caught.value.refusals]
+    assert ("verl.objective", {"objective": "grpo"}) in [(r.code, r.fix) for r in caught.value.refusals]
 
 
 @pytest.mark.parametrize(

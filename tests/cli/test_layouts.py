@@ -46,6 +46,7 @@ def losses_of(run: Path) -> dict[int, float]:
     return {step["step"]: step["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() for step in [json.loads(line)]}
 
 
+@pytest.mark.parallel
 def test_a_run_goes_on_under_another_layout_with_the_loss_curve_of_one_process(recipe: str, tmp_path: Path) -> None:
     """Three steps over tensor and pipeline parallelism, three more over data and ring: the curve of six steps alone."""
     alone = command("train", recipe, "--output.dir=alone", "--cluster.nproc=1")

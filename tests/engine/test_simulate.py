@@ -13,6 +13,8 @@ from ascendfactory.planner.memory import HEAD_CHUNK_BYTES
 from tests.runs import make_tiny_plan
 from tests.tiny import write_chats
 
+pytestmark = pytest.mark.parallel
+
 
 def run_simulation(plan_json: str) -> dict[str, Any]:
     from ascendfactory.engine.simulate import simulate

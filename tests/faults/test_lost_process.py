@@ -19,6 +19,8 @@ from ascendfactory.launch.start import start
 from tests.runs import make_tiny_plan, train
 from tests.tiny import write_chats
 
+pytestmark = pytest.mark.parallel
+
 SPLIT = {"tp": 2, "pp": 2}
 ONE_BY_ONE = {"global_size": 4, "micro_size": 1}
 

@@ -165,6 +165,11 @@ def profile_rule(recipe: Recipe, names: Iterable[str]) -> Rule:
     return recipe.profile != "auto" and recipe.profile not in names, "profile", text, text_zh, near
 
 
+def profile_of(recipe: Recipe, profiles: tuple[str, ...]) -> str:
+    """The version that a recipe runs on; the first is the default."""
+    return profiles[0] if recipe.profile == "auto" else recipe.profile
+
+
 def data_step(plan: Plan, form: str) -> tuple[Step, str]:
     """The step that rewrites the recipe's data for a framework, and the text of its job file `job/data.json`."""
     data = plan.recipe.data
@@ -195,3 +200,8 @@ def num_steps(recipe: Recipe) -> int | None:
             return math.ceil(amount / (recipe.batch.global_size * recipe.data.seq_len))
         case _:
             return None
+
+
+def prompt_tokens(recipe: Recipe) -> int:
+    """Tokens of a row that a prompt may fill; the answer has the rest."""
+    return recipe.data.seq_len // 4

@@ -23,6 +23,7 @@ from ascendfactory.backends.common import (
     num_steps,
     only,
     options,
+    profile_of,
     profile_rule,
     program,
     refusals,
@@ -67,7 +68,7 @@ class LlamaFactory:
 
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why LLaMA-Factory cannot run the recipe under this layout; empty if it can."""
-        known = options(f"{NAME}-{_profile(recipe)}") if recipe.profile in ("auto", *PROFILES) else None
+        known = options(f"{NAME}-{profile_of(recipe, PROFILES)}") if recipe.profile in ("auto", *PROFILES) else None
         rules = [
             profile_rule(recipe, PROFILES),
             *_objective_rules(recipe),
@@ -97,7 +98,7 @@ class LlamaFactory:
             files=files,
             argv=["python", *_torchrun(plan), f"{run}/job/train.py", f"{run}/job/train.yaml", export],
             env=_environment(plan),
-            environment=f"{NAME}-{_profile(recipe)}",
+            environment=f"{NAME}-{profile_of(recipe, PROFILES)}",
             nproc=plan.cluster.nproc,
             before=[step],
         )
@@ -110,10 +111,6 @@ class LlamaFactory:
             return StepMetrics.model_validate_json(line[len(STEP_MARK) :])
         except ValidationError:  # cut short by a crash
             return None
-
-
-def _profile(recipe: Recipe) -> str:
-    return PROFILES[0] if recipe.profile == "auto" else recipe.profile
 
 
 def _torchrun(plan: Plan) -> list[str]:
@@ -285,7 +282,7 @@ def train_config(plan: Plan) -> dict[str, Any]:
     if _uses_deepspeed(plan):
         config["deepspeed"] = f"{run}/job/deepspeed.json"
     config |= recipe.extra
-    if wrong := check_options(config, options(f"{NAME}-{_profile(recipe)}")):
+    if wrong := check_options(config, options(f"{NAME}-{profile_of(recipe, PROFILES)}")):
         raise ValueError("; ".join(f"{name}: {en}" for name, en, _ in wrong))
     return config
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ascendfactory.backends.common import num_steps
+from ascendfactory.backends.common import Rule, num_steps, only
 from ascendfactory.core.plan import Layout, ModelCard, Plan, StepMetrics
 from ascendfactory.core.recipe import Lora, Recipe
 
@@ -99,6 +99,69 @@ def words(flags: Flags) -> list[str]:
     return line
 
 
+def recompute_flags(layout: Layout) -> Flags:
+    """Whole layers computed again: all of them, or the first n of a stage."""
+    if layout.recompute != "full":
+        return {}
+    every = layout.recompute_layers == 0
+    return {
+        "recompute-granularity": "full",
+        "recompute-method": "uniform" if every else "block",
+        "recompute-num-layers": 1 if every else layout.recompute_layers,
+    }
+
+
+def bf16_rules(recipe: Recipe) -> list[Rule]:
+    """What all three MindSpeed frameworks do in one way only."""
+    every = recipe.output.eval_every
+    return [
+        only(recipe.model.dtype == "float32", "model.dtype", "bfloat16", "training in float32", " float32 训练"),
+        only(bool(recipe.data.eval) or recipe.data.eval_fraction > 0, "data.eval", [], "evaluation", "评估"),
+        only((every.amount, every.unit) != (100, "steps"), "output.eval_every", "100 steps", "evaluation", "评估"),
+        only(recipe.output.dtype not in ("auto", "bfloat16"), "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
+        (
+            recipe.checkpoint.resume not in ("auto", "none"),
+            "checkpoint.resume",
+            "a run resumes from its own folder only; write resume: auto",
+            "只能从自身文件夹续训；请写 resume: auto",
+            "auto",
+        ),
+    ]
+
+
+def step_rules(recipe: Recipe, steps: str) -> list[Rule]:
+    """Of those that know nothing but steps, and start from pretrained weights.
+
+    Args:
+        steps: a duration that would be accepted.
+    """
+    every = recipe.checkpoint.every
+    return [
+        (recipe.duration.unit != "steps", "duration", "counts steps; write duration: N steps", "按步计；请写 duration: N steps", steps),
+        (every.unit != "steps", "checkpoint.every", "saves every N steps", "按步保存；请写 steps", "500 steps"),
+        only(recipe.model.init == "random", "model.init", "pretrained", "start from random weights", "随机初始化"),
+    ]
+
+
+def sharding_rules(layout: Layout) -> list[Rule]:
+    """Megatron's distributed optimizer is ZeRO-1 over all of dp."""
+    return [
+        only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
+        only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
+    ]
+
+
+def lean_rules(layout: Layout) -> list[Rule]:
+    """Ways to save memory that only MindSpeed-LLM has."""
+    mode = layout.recompute
+    return [
+        only(mode in ("norm", "selective"), "layout.recompute", "auto", f"recompute {mode}", f"重计算 {mode}"),
+        only(layout.offload_activations, "layout.offload_activations", False, "offloading of activations", "激活卸载"),
+        only(layout.offload_optimizer, "layout.offload_optimizer", False, "offloading of the optimizer", "优化器卸载"),
+        only(layout.optim_dtype != "float32", "layout.optim_dtype", "float32", "moments in bfloat16", "bfloat16 动量"),
+    ]
+
+
 def layout_flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
     """Parallelism, recomputation and memory."""
     flags = split_of(card, layout).train_flags(card.moe is not None)
@@ -120,17 +183,9 @@ def layout_flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
     flags["context-parallel-size"] = layout.cp
     if layout.cp > 1:
         flags |= context_flags(layout)
-    match layout.recompute:
-        case "full":
-            every = layout.recompute_layers == 0
-            flags |= {
-                "recompute-granularity": "full",
-                "recompute-method": "uniform" if every else "block",
-                "recompute-num-layers": 1 if every else layout.recompute_layers,
-            }
-        case "norm":
-            flags |= {"recompute-norm": True, "recompute-activation-function": True}
-    return flags
+    if layout.recompute == "norm":
+        flags |= {"recompute-norm": True, "recompute-activation-function": True}
+    return flags | recompute_flags(layout)
 
 
 def context_flags(layout: Layout) -> Flags:

@@ -17,6 +17,7 @@ from ascendfactory.backends.common import (
     extra_rules,
     only,
     options,
+    profile_of,
     profile_rule,
     program,
     refusals,
@@ -25,10 +26,12 @@ from ascendfactory.backends.common import (
 from ascendfactory.backends.megatron import (
     Flags,
     adapter_flags,
+    bf16_rules,
     environment,
     layout_flags,
     optimizer_flags,
     read_iteration,
+    sharding_rules,
     split_of,
     start_facts,
     torchrun,
@@ -59,7 +62,7 @@ class MindSpeedLlm:
 
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why MindSpeed-LLM cannot run the recipe under this layout; empty if it can."""
-        profile, family = _profile(recipe), family_of(card)
+        profile, family = profile_of(recipe, PROFILES), family_of(card)
         rules = [profile_rule(recipe, PROFILES), *_objective_rules(recipe), *data_rules(recipe), *_setting_rules(recipe)]
         rules += [*_card_rules(card, family, profile), *_layout_rules(recipe, card, layout)]
         if family is not None and profile in PROFILES:
@@ -97,12 +100,8 @@ class MindSpeedLlm:
         return read_iteration(line, plan)
 
 
-def _profile(recipe: Recipe) -> str:
-    return PROFILES[0] if recipe.profile == "auto" else recipe.profile
-
-
 def _environment(recipe: Recipe) -> str:
-    return f"{NAME}-{_profile(recipe)}"
+    return f"{NAME}-{profile_of(recipe, PROFILES)}"
 
 
 def _objective_rules(recipe: Recipe) -> list[Rule]:
@@ -138,27 +137,11 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
             "padded pre-training",
             "补齐式预训练",
         ),
-        only(bool(data.eval) or data.eval_fraction > 0, "data.eval", [], "evaluation while training", "训练中评估"),
         only(recipe.optim.schedule == "wsd", "optim.schedule", "cosine", "wsd schedule", " wsd 调度"),
         only(not data.shuffle, "data.shuffle", True, "fixed order of the samples", "固定样本顺序"),
         (checkpoint.every.unit == "tokens", "checkpoint.every", "write steps or epochs", "请写 steps 或 epochs", "500 steps"),
-        (
-            checkpoint.resume not in ("auto", "none"),
-            "checkpoint.resume",
-            "a run resumes from its own folder only; write resume: auto",
-            "只能从自身文件夹续训；请写 resume: auto",
-            "auto",
-        ),
-        only(recipe.model.dtype == "float32", "model.dtype", "bfloat16", "training in float32", " float32 训练"),
-        only(recipe.output.dtype not in ("auto", "bfloat16"), "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
         (recipe.duration.unit == "tokens" and data.packing != "packed", "duration", "write steps or epochs", "请写 steps 或 epochs", None),
-        only(
-            recipe.output.eval_every.unit != "steps" or recipe.output.eval_every.amount != 100,
-            "output.eval_every",
-            "100 steps",
-            "evaluation",
-            "评估",
-        ),
+        *bf16_rules(recipe),
     ]
     if isinstance(tuning, Lora):
         rules += [
@@ -196,8 +179,7 @@ def _card_rules(card: ModelCard, family: Family | None, profile: str) -> list[Ru
 def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
     lora, moe = isinstance(recipe.tuning, Lora), card.moe is not None
     return [
-        only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
-        only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
+        *sharding_rules(layout),
         *_pipeline_rules(recipe, card, layout),
         *absent_rules(recipe, layout, "in_backward", "restarts"),
         only(layout.recompute == "selective", "layout.recompute", "auto", "selective recomputation", "选择性重计算"),
@@ -381,14 +363,14 @@ def _objective_flags(recipe: Recipe, card: ModelCard) -> Flags:
     family, packed = family_of(card), recipe.data.packing == "packed"
     assert family is not None
     # Packed documents end with EOD; reset there, they cannot see each other. 2.2.0 knows it by the position ids alone.
-    reset: Flags = {"reset-position-ids": True, "reset-attention-mask": _profile(recipe) != "2.2.0"}
+    reset: Flags = {"reset-position-ids": True, "reset-attention-mask": profile_of(recipe, PROFILES) != "2.2.0"}
     if isinstance(recipe.objective, Pretrain):
         return reset
     flags: Flags = {"stage": "sft", "is-instruction-dataset": True, "prompt-type": family.prompt}
     if packed:
         return flags | reset | {"neat-pack": True, "padded-samples": True}
     return flags | (
-        {"no-pad-to-seq-lengths" if _profile(recipe) == "master" else "variable-seq-lengths": True}
+        {"no-pad-to-seq-lengths" if profile_of(recipe, PROFILES) == "master" else "variable-seq-lengths": True}
         if recipe.data.packing == "dynamic"
         else {}
     )
@@ -423,7 +405,7 @@ def _tool_step(plan: Plan, name: str, tool: str, flags: Flags, inputs: list[str]
     Raises:
         ValueError: an option that the tool would refuse or silently ignore.
     """
-    known = options(f"{NAME}_tools-{_profile(plan.recipe)}")[tool]
+    known = options(f"{NAME}_tools-{profile_of(plan.recipe, PROFILES)}")[tool]
     given = {name: value for name, value in flags.items() if value is not False and value is not None}
     _stop_if_wrong(given, known)
     argv = [*wrapper, "python", f"{{env}}/src/MindSpeed-LLM/{tool}", *words(given)]
@@ -452,7 +434,7 @@ def _tokenise_step(plan: Plan) -> Step:
 
 def _uses_v2(plan: Plan) -> bool:
     """The newer converter, where it knows the family and can do what is asked (adapters only on master)."""
-    family, profile = family_of(plan.card), _profile(plan.recipe)
+    family, profile = family_of(plan.card), profile_of(plan.recipe, PROFILES)
     assert family is not None
     if not family.model_type:
         return True
@@ -469,7 +451,7 @@ def _convert_flags(plan: Plan, back: bool) -> tuple[str, Flags]:
     flags["moe-grouped-gemm"] = experts
     if v2 and back:  # the cut is read from the checkpoint, but for the shape of the schedule
         flags["schedules-method"] = "dualpipev" if split.v_shaped else None
-        flags["hf-cfg-dir"] = plan.recipe.model.path if _profile(plan.recipe) == "master" else None
+        flags["hf-cfg-dir"] = plan.recipe.model.path if profile_of(plan.recipe, PROFILES) == "master" else None
         return "convert_ckpt_v2.py", flags
     # the old converter writes Hugging Face weights as one part, and reads the cut of what it loads from the checkpoint
     flags |= (split_of(card, Layout()) if back else split).convert_flags(experts)
@@ -503,7 +485,7 @@ def _convert_step(plan: Plan) -> Step:
 def _export_step(plan: Plan) -> Step:
     run, tuning = plan.run_dir, plan.recipe.tuning
     tool, flags = _convert_flags(plan, back=True)
-    if isinstance(tuning, Lora) and tool == "convert_ckpt_v2.py" and _profile(plan.recipe) != "master":
+    if isinstance(tuning, Lora) and tool == "convert_ckpt_v2.py" and profile_of(plan.recipe, PROFILES) != "master":
         tool, flags = _DEEPSEEK_TOOL, _deepseek_flags(plan)  # the newer converter has no adapters before master
     match tuning:
         case Full():

@@ -17,6 +17,7 @@ from ascendfactory.backends.common import (
     num_steps,
     only,
     options,
+    profile_of,
     profile_rule,
     program,
     refusals,
@@ -24,11 +25,16 @@ from ascendfactory.backends.common import (
 )
 from ascendfactory.backends.megatron import (
     Flags,
+    bf16_rules,
     context_flags,
     environment,
+    lean_rules,
     optimizer_flags,
     read_iteration,
+    recompute_flags,
+    sharding_rules,
     start_facts,
+    step_rules,
     torchrun,
     words,
 )
@@ -65,7 +71,7 @@ class MindSpeedMm:
             *_layout_rules(recipe, card, layout),
         ]
         if recipe.profile in ("auto", *PROFILES) and _series(card):
-            rules += extra_rules(recipe, {*_flags(recipe, card, layout), *_PLACES}, options(f"{NAME}-{_profile(recipe)}"))
+            rules += extra_rules(recipe, {*_flags(recipe, card, layout), *_PLACES}, options(f"{NAME}-{profile_of(recipe, PROFILES)}"))
         return refusals(NAME, rules)
 
     def render(self, plan: Plan) -> Job:
@@ -81,7 +87,7 @@ class MindSpeedMm:
             files=files,
             argv=["python", f"{plan.run_dir}/job/train.py", f"{plan.run_dir}/job/start.json", "--", *command],
             env=environment(plan, SOURCES) | {"ACLNN_CACHE_LIMIT": "100000", "COMBINED_ENABLE": "1"},
-            environment=f"{NAME}-{_profile(recipe)}",
+            environment=f"{NAME}-{profile_of(recipe, PROFILES)}",
             nproc=plan.cluster.nproc,
             before=[_convert_step(plan)],
             after=[_export_step(plan)] if recipe.output.export else [],
@@ -92,74 +98,36 @@ class MindSpeedMm:
         return read_iteration(line, plan)
 
 
-def _profile(recipe: Recipe) -> str:
-    return PROFILES[0] if recipe.profile == "auto" else recipe.profile
-
-
 def _series(card: ModelCard) -> str:
     name = card.name.lower()
     return "qwen2.5vl" if name.startswith("qwen2.5-vl") else "internvl3" if name.startswith("internvl3") else ""
 
 
 def _setting_rules(recipe: Recipe) -> list[Rule]:
-    data, checkpoint = recipe.data, recipe.checkpoint
+    data = recipe.data
     last = isinstance(recipe.objective, Sft) and recipe.objective.train_on == "last"
     return [
         (len(data.train) != 1, "data.train", "reads one file of messages with images; give one", "只读取一个含图像的对话文件", None),
         only(any(source.columns for source in data.train), "data.train", None, "renaming of columns", "列改名"),
         only(any(source.weight != 1.0 for source in data.train), "data.train", None, "weights of sources", "数据源权重"),
         only(data.bad_lines == "skip", "data.bad_lines", "stop", "skipping of bad records", "跳过坏行"),
-        only(bool(data.eval) or data.eval_fraction > 0, "data.eval", [], "evaluation", "评估"),
         only(last, "objective.train_on", "assistant", "training of the last answer only", "只训练最后一轮回答"),
-        only(recipe.model.init == "random", "model.init", "pretrained", "start from random weights", "随机初始化"),
-        only(recipe.model.dtype == "float32", "model.dtype", "bfloat16", "training in float32", " float32 训练"),
         only(recipe.optim.schedule == "wsd", "optim.schedule", "cosine", "wsd schedule", " wsd 调度"),
-        (
-            recipe.duration.unit != "steps",
-            "duration",
-            "counts steps; write duration: N steps",
-            "按步计；请写 duration: N steps",
-            "1000 steps",
-        ),
-        (checkpoint.every.unit != "steps", "checkpoint.every", "saves every N steps", "按步保存；请写 steps", "500 steps"),
-        (
-            checkpoint.resume not in ("auto", "none"),
-            "checkpoint.resume",
-            "resumes from its own folder only",
-            "只能从自身文件夹续训",
-            "auto",
-        ),
-        only(recipe.output.dtype not in ("auto", "bfloat16"), "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
-        only(
-            recipe.output.eval_every.amount != 100 or recipe.output.eval_every.unit != "steps",
-            "output.eval_every",
-            "100 steps",
-            "evaluation",
-            "评估",
-        ),
+        *bf16_rules(recipe),
+        *step_rules(recipe, "1000 steps"),
     ]
 
 
 def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
     return [
-        only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
-        only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
+        *sharding_rules(layout),
         schedule_rule(layout, "1f1b"),
         only(0 in layout.stage_layers, "layout.stage_layers", "auto", "empty stages", "空流水级"),
         *absent_rules(recipe, layout, "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
         only(layout.vpp > 1, "layout.vpp", 1, "virtual pipeline here", "虚拟流水线"),
         only(layout.ep > 1, "layout.ep", 1, "expert parallelism", "专家并行"),
         only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
-        only(
-            layout.recompute in ("norm", "selective"),
-            "layout.recompute",
-            "auto",
-            f"recompute {layout.recompute}",
-            f"重计算 {layout.recompute}",
-        ),
-        only(layout.offload_activations, "layout.offload_activations", False, "offloading of activations", "激活卸载"),
-        only(layout.offload_optimizer, "layout.offload_optimizer", False, "offloading of the optimizer", "优化器卸载"),
-        only(layout.optim_dtype != "float32", "layout.optim_dtype", "float32", "moments in bfloat16", "bfloat16 动量"),
+        *lean_rules(layout),
         only(layout.pp > card.num_layers, "layout.pp", 1, "empty stages", "空流水级"),
     ]
 
@@ -201,7 +169,7 @@ def train_flags(plan: Plan) -> Flags:
     }
     flags |= recipe.extra
     given = {name: value for name, value in flags.items() if value is not False and value is not None}
-    if wrong := check_options(given, options(f"{NAME}-{_profile(recipe)}")):
+    if wrong := check_options(given, options(f"{NAME}-{profile_of(recipe, PROFILES)}")):
         raise ValueError("; ".join(f"--{name}: {en}" for name, en, _ in wrong))
     return flags
 
@@ -244,15 +212,9 @@ def _flags(recipe: Recipe, card: ModelCard, layout: Layout) -> Flags:
         "ckpt-format": "torch",
         "distributed-backend": "nccl",
     }
+    flags |= recompute_flags(layout)
     if layout.cp > 1:
         flags |= {"context-parallel-size": layout.cp, **context_flags(layout)}
-    if layout.recompute == "full":
-        every = layout.recompute_layers == 0
-        flags |= {
-            "recompute-granularity": "full",
-            "recompute-method": "uniform" if every else "block",
-            "recompute-num-layers": 1 if every else layout.recompute_layers,
-        }
     if _series(card) == "internvl3":
         flags |= {"position-embedding-type": "rope", "rotary-base": 1000000, "no-gradient-accumulation-fusion": True}
     return flags
@@ -554,7 +516,7 @@ def _converter(plan: Plan, direction: str) -> list[str]:
 
 def _step(plan: Plan, name: str, argv: list[str], inputs: list[str], output: str) -> Step:
     env = environment(plan, SOURCES)
-    return Step(name=name, argv=argv, env=env, environment=f"{NAME}-{_profile(plan.recipe)}", inputs=inputs, output=output)
+    return Step(name=name, argv=argv, env=env, environment=f"{NAME}-{profile_of(plan.recipe, PROFILES)}", inputs=inputs, output=output)
 
 
 def _convert_step(plan: Plan) -> Step:

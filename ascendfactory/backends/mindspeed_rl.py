@@ -16,10 +16,22 @@ from ascendfactory.backends.common import (
     only,
     profile_rule,
     program,
+    prompt_tokens,
     refusals,
     schedule_rule,
 )
-from ascendfactory.backends.megatron import Flags, environment, split_of, start_facts, words
+from ascendfactory.backends.megatron import (
+    Flags,
+    bf16_rules,
+    environment,
+    lean_rules,
+    recompute_flags,
+    sharding_rules,
+    split_of,
+    start_facts,
+    step_rules,
+    words,
+)
 from ascendfactory.backends.megatron_models import FAMILIES, family_of, model_flags
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Grpo, Lora, Recipe
@@ -45,7 +57,6 @@ _FOREIGN = (
     "use-fused-rmsnorm",
     "use-rotary-position-embeddings",
     "spec",
-    "qk-layernorm",
     "n-shared-experts",
 )
 
@@ -121,11 +132,10 @@ def _resumed(run: str) -> list[str]:
 
 
 def _setting_rules(recipe: Recipe) -> list[Rule]:
-    checkpoint, optim = recipe.checkpoint, recipe.optim
+    optim = recipe.optim
     return [
-        only(recipe.model.init == "random", "model.init", "pretrained", "start from random weights", "随机初始化"),
-        only(recipe.model.dtype == "float32", "model.dtype", "bfloat16", "training in float32", " float32 训练"),
-        only(bool(recipe.data.eval) or recipe.data.eval_fraction > 0, "data.eval", [], "evaluation", "评估"),
+        *bf16_rules(recipe),
+        *step_rules(recipe, "500 steps"),
         only(optim.schedule == "wsd", "optim.schedule", "constant", "wsd schedule", " wsd 调度"),
         only(
             optim.warmup.unit == "steps" and optim.warmup.amount > 0,
@@ -135,51 +145,18 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
             "按步预热（请写比例）",
         ),
         only(optim.eps != 1e-8, "optim.eps", 1e-8, "choice of eps", " eps 选择"),
-        (
-            recipe.duration.unit != "steps",
-            "duration",
-            "counts steps; write duration: N steps",
-            "按步计；请写 duration: N steps",
-            "500 steps",
-        ),
-        (checkpoint.every.unit != "steps", "checkpoint.every", "saves every N steps", "按步保存；请写 steps", "500 steps"),
-        (
-            checkpoint.resume not in ("auto", "none"),
-            "checkpoint.resume",
-            "resumes from its own folder only",
-            "只能从自身文件夹续训",
-            "auto",
-        ),
-        only(recipe.output.dtype not in ("auto", "bfloat16"), "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
-        only(
-            recipe.output.eval_every.amount != 100 or recipe.output.eval_every.unit != "steps",
-            "output.eval_every",
-            "100 steps",
-            "evaluation",
-            "评估",
-        ),
     ]
 
 
 def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
     uneven = card.num_layers % (layout.pp * layout.vpp) != 0
     return [
-        only(layout.replicate > 1, "layout.replicate", 1, "replicas of a sharded model", "HSDP 副本"),
-        only(layout.zero != 1, "layout.zero", 1, "sharding of gradients and weights", "梯度与权重切分"),
+        *sharding_rules(layout),
         schedule_rule(layout, "1f1b", *(("interleaved",) if layout.vpp > 1 else ())),
         *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
         only(layout.ring > 1 and layout.ulysses > 1, "layout.ring", 1, "hybrid context parallelism", "混合上下文并行"),
         only(uneven, "layout.pp", 1, "uneven stages", "不均匀的流水线"),
-        only(
-            layout.recompute in ("norm", "selective"),
-            "layout.recompute",
-            "auto",
-            f"recompute {layout.recompute}",
-            f"重计算 {layout.recompute}",
-        ),
-        only(layout.offload_activations, "layout.offload_activations", False, "offloading of activations", "激活卸载"),
-        only(layout.offload_optimizer, "layout.offload_optimizer", False, "offloading while updating", "更新时卸载优化器"),
-        only(layout.optim_dtype != "float32", "layout.optim_dtype", "float32", "moments in bfloat16", "bfloat16 动量"),
+        *lean_rules(layout),
         only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
         only(
             card.moe is not None and layout.tp > 1 and not layout.sp,
@@ -200,100 +177,103 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
 
 def config(plan: Plan) -> dict[str, Any]:
     """MindSpeed-RL's configuration, the model's shape spelled out."""
-    recipe, card, layout, run = plan.recipe, plan.card, plan.layout, plan.run_dir
-    seq_len, prompts = recipe.data.seq_len, recipe.batch.global_size
-    prompt_len = seq_len // 4
     name = "recipe_model"
-    shape = {k.replace("-", "_"): v for k, v in model_flags(card).items() if k not in _FOREIGN and v is not None}
-    if "qk-layernorm" in model_flags(card):
-        shape["qk_layernorm"] = True
-    rollout_tp = plan.placement.rollout_tp if plan.placement else 1
+    shape = _underscored({k: v for k, v in model_flags(plan.card).items() if k not in _FOREIGN and v is not None})
     return {
         "defaults": ["_self_"],
         "model": {name: shape},
-        "megatron_training": {
-            "model": name,
-            "sequence_parallel": layout.sp and layout.tp > 1,
-            "use_flash_attn": True,
-            "no_masked_softmax_fusion": True,
-            "attention_softmax_in_fp32": True,
-            "no_gradient_accumulation_fusion": True,
-            "bf16": True,
-            "use_distributed_optimizer": True,
-            "reuse_fp32_param": layout.reuse_params,
-            "tokenizer_type": "PretrainedFromHF",
-            "tokenizer_name_or_path": recipe.model.path,
-            "global_batch_size": prompts,
-            "seq_length": seq_len,
-            "save_interval": int(recipe.checkpoint.every.amount),
-            "train_iters": num_steps(recipe),
-            "stage": "ray_grpo",
-            "distributed_backend": "nccl",
-            "no_shared_storage": plan.cluster.nodes > 1,
-            "dataset_additional_keys": ["labels"],
-            "data_path": f"{run}/tokens/data",
-            "split": "100,0,0",
-            "no_shuffle": not recipe.data.shuffle,
-            "seed": recipe.seed,
-            **_recompute(layout),
-        },
+        "megatron_training": _training(plan, name),
         "actor_config": _actor(plan, name),
-        "rl_config": {
-            "use_integrated_worker": True,
-            "blocking": True,
-            "adv_estimator": "group_norm",
-            "kl_penalty": "low_var_kl",
-            "kl_ctrl_type": "fixed",
-            "init_kl_coef": 0.001,
-            "mini_batch_size": prompts,
-            "max_prompt_length": prompt_len,
-            "clip_ratio": 0.2,
-            "entropy_coeff": 0.0,
-            "n_samples_per_prompt": _NUM_ANSWERS,
-            "actor_forward_micro_batch_size": layout.micro_size,
-            "ref_forward_micro_batch_size": layout.micro_size,
-            "rule_reward": True,
-            "verifier_function": ["math_17k_acc"],
-            "verifier_weight": [1.0],
-            "num_cpus_for_local_task": 1.0,
-            "use_tensorboard": False,
-            "actor_resource": {"num_npus": plan.cluster.num_devices},
-        },
-        "generate_config": {
-            "trust_remote_code": False,
-            "offload_train_optimizer": True,
-            "offload_train_grad": True,
-            "offload_train_param": True,
-            "infer_tensor_parallel_size": rollout_tp,
-            "infer_pipeline_parallel_size": 1,
-            "infer_expert_parallel_size": 1,
-            "max_num_seqs": 1024,
-            "max_model_len": max(seq_len, 4096),
-            "max_num_batched_tokens": max(seq_len, 8192),
-            "dtype": "bfloat16",
-            "gpu_memory_utilization": 0.4,
-            "sampling_config": {
-                "logprobs": 1,
-                "max_tokens": seq_len - prompt_len,
-                "top_p": 1.0,
-                "top_k": -1,
-                "min_p": 0.0,
-                "temperature": 1.0,
-                "detokenize": False,
-            },
-        },
+        "rl_config": _algorithm(plan),
+        "generate_config": _generation(plan),
     }
 
 
-def _recompute(layout: Layout) -> dict[str, Any]:
-    if layout.recompute != "full":
-        return {}
-    every = layout.recompute_layers == 0
+def _training(plan: Plan, name: str) -> dict[str, Any]:
+    recipe, layout = plan.recipe, plan.layout
     return {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform" if every else "block",
-        "recompute_num_layers": 1 if every else layout.recompute_layers,
+        "model": name,
+        "sequence_parallel": layout.sp and layout.tp > 1,
+        "use_flash_attn": True,
+        "no_masked_softmax_fusion": True,
+        "attention_softmax_in_fp32": True,
+        "no_gradient_accumulation_fusion": True,
+        "bf16": True,
+        "use_distributed_optimizer": True,
+        "reuse_fp32_param": layout.reuse_params,
+        "tokenizer_type": "PretrainedFromHF",
+        "tokenizer_name_or_path": recipe.model.path,
+        "global_batch_size": recipe.batch.global_size,
+        "seq_length": recipe.data.seq_len,
+        "save_interval": int(recipe.checkpoint.every.amount),
+        "train_iters": num_steps(recipe),
+        "stage": "ray_grpo",
+        "distributed_backend": "nccl",
+        "no_shared_storage": plan.cluster.nodes > 1,
+        "dataset_additional_keys": ["labels"],
+        "data_path": f"{plan.run_dir}/tokens/data",
+        "split": "100,0,0",
+        "no_shuffle": not recipe.data.shuffle,
+        "seed": recipe.seed,
+        **_underscored(recompute_flags(layout)),
     }
+
+
+def _algorithm(plan: Plan) -> dict[str, Any]:
+    layout = plan.layout
+    return {
+        "use_integrated_worker": True,
+        "blocking": True,
+        "adv_estimator": "group_norm",
+        "kl_penalty": "low_var_kl",
+        "kl_ctrl_type": "fixed",
+        "init_kl_coef": 0.001,
+        "mini_batch_size": plan.recipe.batch.global_size,
+        "max_prompt_length": prompt_tokens(plan.recipe),
+        "clip_ratio": 0.2,
+        "entropy_coeff": 0.0,
+        "n_samples_per_prompt": _NUM_ANSWERS,
+        "actor_forward_micro_batch_size": layout.micro_size,
+        "ref_forward_micro_batch_size": layout.micro_size,
+        "rule_reward": True,
+        "verifier_function": ["math_17k_acc"],
+        "verifier_weight": [1.0],
+        "num_cpus_for_local_task": 1.0,
+        "use_tensorboard": False,
+        "actor_resource": {"num_npus": plan.cluster.num_devices},
+    }
+
+
+def _generation(plan: Plan) -> dict[str, Any]:
+    seq_len = plan.recipe.data.seq_len
+    return {
+        "trust_remote_code": False,
+        "offload_train_optimizer": True,
+        "offload_train_grad": True,
+        "offload_train_param": True,
+        "infer_tensor_parallel_size": plan.placement.rollout_tp if plan.placement else 1,
+        "infer_pipeline_parallel_size": 1,
+        "infer_expert_parallel_size": 1,
+        "max_num_seqs": 1024,
+        "max_model_len": max(seq_len, 4096),
+        "max_num_batched_tokens": max(seq_len, 8192),
+        "dtype": "bfloat16",
+        "gpu_memory_utilization": 0.4,
+        "sampling_config": {
+            "logprobs": 1,
+            "max_tokens": seq_len - prompt_tokens(plan.recipe),
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "temperature": 1.0,
+            "detokenize": False,
+        },
+    }
+
+
+def _underscored(flags: Flags) -> dict[str, Any]:
+    """Flags under the names that its configuration has for them."""
+    return {name.replace("-", "_"): value for name, value in flags.items()}
 
 
 def _actor(plan: Plan, name: str) -> dict[str, Any]:
@@ -342,7 +322,7 @@ def _tokenise_step(plan: Plan) -> Step:
         "input": f"{run}/data/train.jsonl",
         "tokenizer_name_or_path": model,
         "output_prefix": f"{run}/tokens/data",
-        "seq_length": plan.recipe.data.seq_len // 4,
+        "seq_length": prompt_tokens(plan.recipe),
     }
     # every path is put under the current folder: the tool would take a relative one from its own
     argv = ["python", "{env}/src/MindSpeed-RL/cli/preprocess_data.py", "deepscaler"]

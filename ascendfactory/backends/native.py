@@ -28,7 +28,6 @@ class Native:
             *_refuse_objective(recipe),
             *_refuse_card(card),
             *_refuse_layout(recipe, layout),
-            *_refuse_tuning(recipe, layout),
         ]
 
     def render(self, plan: Plan) -> Job:
@@ -127,75 +126,60 @@ def _refuse_card(card: ModelCard) -> list[Refusal]:
 
 
 def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
-    refusals = []
-    if layout.ep > 1:
-        refusals.append(
-            Refusal(
-                code="native.ep",
-                where="layout.ep",
-                en="expert parallelism is not yet in this release of the embedded engine; write ep: 1",
-                zh="本版本的内置引擎尚不支持专家并行；请写 ep: 1",
-                fix={"layout.ep": 1},
-            )
-        )
-    if layout.pp > 1 and (problem := schedule_problem(layout.schedule, layout.pp, layout.vpp, layout.num_micro)):
-        refusals.append(
-            Refusal(code="native.schedule", where="layout.schedule", en=problem[0], zh=problem[1], fix={"layout.schedule": "auto"})
-        )
-    if layout.pp > 1 and layout.schedule in SPLIT_BACKWARD and layout.zero > 1:  # on one device FSDP is there too, for bf16
-        refusals.append(
-            Refusal(
-                code="native.zero",
-                where="layout.zero",
-                en=f"{layout.schedule} makes weight gradients after FSDP's hooks have run, so they stay whole; write zero: 1",
-                zh=f"{layout.schedule} 在 FSDP 的钩子运行之后才产生权重梯度，因此梯度需保持完整；请写 zero: 1",
-                fix={"layout.zero": 1},
-            )
-        )
-    if layout.recompute_in_advance and (layout.pp == 1 or layout.recompute in ("none", "norm") or layout.zero == 3):
-        refusals.append(
-            Refusal(
-                code="native.recompute_in_advance",
-                where="layout.recompute_in_advance",
-                en="computing again in advance needs pp > 1, recompute full or selective, and zero 1 or 2 (weights that stay); "
-                "write recompute_in_advance: false",
-                zh="提前重算要求 pp > 1、recompute 为 full 或 selective、zero 为 1 或 2（权重保持完整）；请写 recompute_in_advance: false",
-                fix={"layout.recompute_in_advance": False},
-            )
-        )
-    if layout.reuse_params and (layout.shard * layout.replicate > 1 or recipe.model.dtype == "float32"):
-        refusals.append(
-            Refusal(
-                code="native.reuse_params",
-                where="layout.reuse_params",
-                en="FSDP keeps no second copy of weights (nor does float32), so there is nothing to share; write reuse_params: false",
-                zh="FSDP 不保留权重的第二份副本（float32 亦然），没有可共享的内容；请写 reuse_params: false",
-                fix={"layout.reuse_params": False},
-            )
-        )
-    if recipe.cluster.nodes > 1:
-        refusals.append(
-            Refusal(
-                code="native.nodes",
-                where="cluster.nodes",
-                en="this release starts processes on one machine only; write cluster.nodes: 1",
-                zh="本版本只能在一台机器上启动进程；请写 cluster.nodes: 1",
-                fix={"cluster.nodes": 1},
-            )
-        )
-    return refusals
-
-
-def _refuse_tuning(recipe: Recipe, layout: Layout) -> list[Refusal]:
-    if isinstance(recipe.tuning, Lora) and recipe.tuning.dora and layout.num_devices > 1:
-        # DoRA's magnitude needs the norm of the whole weight; a rank of several holds a part of it.
-        return [
-            Refusal(
-                code="native.dora",
-                where="tuning.dora",
-                en="DoRA runs on one device only in this release; write tuning.dora: false, or cluster.nproc: 1",
-                zh="本版本的 DoRA 只能在单个设备上运行；请写 tuning.dora: false，或 cluster.nproc: 1",
-                fix={"tuning.dora": False},
-            )
-        ]
-    return []
+    """One row a limit: whether it is broken, the key, what to do in English and in Chinese, the value that would be accepted."""
+    order = schedule_problem(layout.schedule, layout.pp, layout.vpp, layout.num_micro) if layout.pp > 1 else None
+    late_gradients = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD  # on one device FSDP is there too, for bf16
+    not_in_advance = layout.pp == 1 or layout.recompute in ("none", "norm") or layout.zero == 3
+    one_copy = layout.shard * layout.replicate > 1 or recipe.model.dtype == "float32"
+    rules = [
+        (
+            layout.ep > 1,
+            "layout.ep",
+            "expert parallelism is not yet in this release of the embedded engine; write ep: 1",
+            "本版本的内置引擎尚不支持专家并行；请写 ep: 1",
+            1,
+        ),
+        (order is not None, "layout.schedule", *(order or ("", "")), "auto"),
+        (
+            late_gradients and layout.zero > 1,
+            "layout.zero",
+            f"{layout.schedule} makes weight gradients after FSDP's hooks have run, so they stay whole; write zero: 1",
+            f"{layout.schedule} 在 FSDP 的钩子运行之后才产生权重梯度，因此梯度需保持完整；请写 zero: 1",
+            1,
+        ),
+        (
+            layout.recompute_in_advance and not_in_advance,
+            "layout.recompute_in_advance",
+            "computing again in advance needs pp > 1, recompute full or selective, and zero 1 or 2 (weights that stay); "
+            "write recompute_in_advance: false",
+            "提前重算要求 pp > 1、recompute 为 full 或 selective、zero 为 1 或 2（权重保持完整）；请写 recompute_in_advance: false",
+            False,
+        ),
+        (
+            layout.reuse_params and one_copy,
+            "layout.reuse_params",
+            "FSDP keeps no second copy of weights (nor does float32), so there is nothing to share; write reuse_params: false",
+            "FSDP 不保留权重的第二份副本（float32 亦然），没有可共享的内容；请写 reuse_params: false",
+            False,
+        ),
+        (
+            recipe.cluster.nodes > 1,
+            "cluster.nodes",
+            "this release starts processes on one machine only; write cluster.nodes: 1",
+            "本版本只能在一台机器上启动进程；请写 cluster.nodes: 1",
+            1,
+        ),
+        (
+            # its magnitude needs the norm of the whole weight; a rank of several holds a part of it
+            isinstance(recipe.tuning, Lora) and recipe.tuning.dora and layout.num_devices > 1,
+            "tuning.dora",
+            "DoRA runs on one device only in this release; write tuning.dora: false, or cluster.nproc: 1",
+            "本版本的 DoRA 只能在单个设备上运行；请写 tuning.dora: false，或 cluster.nproc: 1",
+            False,
+        ),
+    ]
+    return [
+        Refusal(code=f"native.{key.rsplit('.', 1)[-1]}", where=key, en=en, zh=zh, fix={key: value})
+        for broken, key, en, zh, value in rules
+        if broken
+    ]

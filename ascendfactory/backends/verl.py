@@ -19,8 +19,10 @@ from ascendfactory.backends.common import (
     num_steps,
     only,
     options,
+    profile_of,
     profile_rule,
     program,
+    prompt_tokens,
     refusals,
     schedule_rule,
 )
@@ -119,12 +121,8 @@ class Verl:
         return read_line(line, plan)
 
 
-def _profile(recipe: Recipe) -> str:
-    return PROFILES[0] if recipe.profile == "auto" else recipe.profile
-
-
 def _environment(recipe: Recipe) -> str:
-    return f"{NAME}-{_profile(recipe)}"
+    return f"{NAME}-{profile_of(recipe, PROFILES)}"
 
 
 def _known(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -226,8 +224,8 @@ def _derived(recipe: Recipe, layout: Layout) -> Overrides:
         "algorithm.adv_estimator": "gae" if isinstance(recipe.objective, Ppo) else "grpo",
         "algorithm.use_kl_in_reward": False,
         "data.train_batch_size": prompts,
-        "data.max_prompt_length": seq_len // 4,
-        "data.max_response_length": seq_len - seq_len // 4,
+        "data.max_prompt_length": prompt_tokens(recipe),
+        "data.max_response_length": seq_len - prompt_tokens(recipe),
         "data.shuffle": recipe.data.shuffle,
         "data.seed": recipe.seed,
         "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,

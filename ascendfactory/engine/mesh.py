@@ -55,19 +55,9 @@ class Mesh:
         return self.ring.size * self.ulysses.size
 
     @property
-    def cp_rank(self) -> int:
-        """This device's number among them."""
-        return self.ring.rank * self.ulysses.size + self.ulysses.rank
-
-    @property
     def readers(self) -> int:
         """Devices that read the same rows as this one, itself included."""
         return self.pp.size * self.cp * self.tp.size
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether losses appear on this device."""
-        return self.pp.rank == self.pp.size - 1
 
     def sum(self, values: list[float]) -> list[float]:
         """Sums over all processes, in fp64."""

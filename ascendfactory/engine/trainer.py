@@ -138,11 +138,14 @@ def _refuse_update(run: Run, loss: float, grad_norm: float) -> str:
     reason = f"loss {loss}, gradient norm {grad_norm}; samples {place}"
     run.optimizer.drop_gradients()
     if run.plan.recipe.optim.nonfinite == "stop":
-        raise UserError(
-            f"step {run.step + 1}",
-            f"{reason}; this step's update was not made and the checkpoints are untouched; lower optim.lr, or set optim.nonfinite: skip",
-            f"{reason}；该步未更新，检查点完好；请降低 optim.lr，或设 optim.nonfinite: skip",
-        )
+        told = "this step's update was not made and the checkpoints are untouched; lower optim.lr, or set optim.nonfinite: skip"
+        told_zh = "该步未更新，检查点完好；请降低 optim.lr，或设 optim.nonfinite: skip"
+        if run.plan.recipe.optim.in_backward:  # each weight was updated on the way
+            told, told_zh = (
+                "this step's update was made, the checkpoints are untouched; lower optim.lr",
+                "该步已更新，检查点完好；请降低 optim.lr",
+            )
+        raise UserError(f"step {run.step + 1}", f"{reason}; {told}", f"{reason}；{told_zh}")
     run.reporter.event("skipped", f"step {run.step + 1} skipped: {reason}", f"第 {run.step + 1} 步已跳过：{reason}")
     return reason
 

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ascendfactory.core.messages import UserError, pick
+from ascendfactory.launch.legacy_options import LLAMAFACTORY, MEGATRON, VERL, Rule
 
 Tree = dict[str, Any]
 _REFERENCE = re.compile(r"\$\{([\w.\-]+)\}")
@@ -159,21 +160,6 @@ def _environment(env: Tree, found: Migration) -> None:
             found.note(f"env.{key}: set the variable {key} when launching", f"env.{key}：启动时设环境变量 {key}")
 
 
-Rule = tuple[str, Callable[[Any], Any]] | str | None  # recipe key (and conversion), or None: decided by AscendFactory
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _steps(value: Any) -> str:
-    return f"{int(value)} steps"
-
-
-def _number(value: Any) -> float:
-    return float(value)
-
-
 def _apply(options: Tree, rules: dict[str, Rule], found: Migration, section: str) -> Tree:
     """Moves options that have a recipe key; returns those that have none."""
     rest = {}
@@ -185,8 +171,8 @@ def _apply(options: Tree, rules: dict[str, Rule], found: Migration, section: str
         if rule is None:
             found.note(f"{section}{name}: decided by AscendFactory now; dropped", f"{section}{name}：现由 AscendFactory 决定，删去")
         elif value is not None:
-            key, convert = rule if isinstance(rule, tuple) else (rule, _same)
-            found.put(key, convert(value))
+            key, convert = rule if isinstance(rule, tuple) else (rule, None)
+            found.put(key, convert(value) if convert else value)
     return rest
 
 
@@ -196,64 +182,6 @@ def _extra(rest: Tree, found: Migration) -> None:
         found.put("extra", given)
         names = ", ".join(given)
         found.note(f"kept under extra, as the back end spells them: {names}", f"按后端写法保留在 extra：{names}")
-
-
-def _schedule(name: Any) -> str:
-    return {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine", "warmup_stable_decay": "wsd"}.get(str(name), str(name))
-
-
-_LF: dict[str, Rule] = {
-    "model_name_or_path": "model.path",
-    "train_from_scratch": ("model.init", lambda v: "random" if v else "pretrained"),
-    "adapter_name_or_path": "tuning.adapter",
-    "lora_rank": "tuning.rank",
-    "lora_alpha": ("tuning.alpha", _number),
-    "lora_dropout": ("tuning.dropout", _number),
-    "lora_target": ("tuning.targets", lambda v: ["all-linear"] if v == "all" else str(v).split(",")),
-    "use_rslora": "tuning.rslora",
-    "use_dora": "tuning.dora",
-    "cutoff_len": "data.seq_len",
-    "packing": ("data.packing", lambda v: "packed" if v else "dynamic"),
-    "neat_packing": None,
-    "val_size": ("data.eval_fraction", _number),
-    "per_device_train_batch_size": "batch.micro_size",
-    "learning_rate": ("optim.lr", _number),
-    "lr_scheduler_type": ("optim.schedule", _schedule),
-    "warmup_ratio": ("optim.warmup", _number),
-    "warmup_steps": ("optim.warmup", _steps),
-    "weight_decay": ("optim.weight_decay", _number),
-    "max_grad_norm": ("optim.max_grad_norm", _number),
-    "adam_beta1": ("optim.beta1", _number),
-    "adam_beta2": ("optim.beta2", _number),
-    "num_train_epochs": ("duration", lambda v: f"{v:g} epochs"),
-    "max_steps": ("duration", _steps),
-    "save_steps": ("checkpoint.every", _steps),
-    "save_total_limit": "checkpoint.keep",
-    "resume_from_checkpoint": "checkpoint.resume",
-    "seed": "seed",
-    **dict.fromkeys(
-        (
-            "do_train",
-            "output_dir",
-            "overwrite_output_dir",
-            "overwrite_cache",
-            "logging_steps",
-            "plot_loss",
-            "report_to",
-            "preprocessing_num_workers",
-            "dataloader_num_workers",
-            "bf16",
-            "fp16",
-            "pure_bf16",
-            "ddp_timeout",
-            "save_strategy",
-            "save_only_model",
-            "disable_gradient_checkpointing",
-            "include_num_input_tokens_seen",
-            "flash_attn",
-        )
-    ),
-}
 
 
 def _llamafactory(sections: Tree, found: Migration) -> None:
@@ -283,7 +211,7 @@ def _llamafactory(sections: Tree, found: Migration) -> None:
     zero = re.search(r"z(?:ero)?_?([123])", str(options.pop("deepspeed", "") or ""))
     if zero:
         found.put("layout.zero", int(zero[1]))
-    rest = _apply(options, _LF, found, "training.")
+    rest = _apply(options, LLAMAFACTORY, found, "training.")
     if stage in ("dpo", "rm"):
         found.put("data.packing", "dynamic")
     _extra(rest, found)
@@ -301,100 +229,6 @@ def _registered(options: Tree, found: Migration) -> None:
         f"data.train: taken as {folder}/<name>.json; no dataset_info.json is needed; mend the paths if the names differ",
         f"data.train：按 {folder}/<名称>.json 处理；不再需要 dataset_info.json，文件名不同时请修改路径",
     )
-
-
-_MEGATRON: dict[str, Rule] = {
-    "tokenizer-name-or-path": "model.path",
-    "seq-length": "data.seq_len",
-    "micro-batch-size": "batch.micro_size",
-    "global-batch-size": "batch.global_size",
-    "tensor-model-parallel-size": "layout.tp",
-    "pipeline-model-parallel-size": "layout.pp",
-    "expert-model-parallel-size": "layout.ep",
-    "sequence-parallel": "layout.sp",
-    "reuse-fp32-param": "layout.reuse_params",
-    "swap-attention": "layout.offload_activations",
-    "swap-optimizer": "layout.offload_optimizer",
-    "recompute-granularity": ("layout.recompute", lambda v: "full" if v == "full" else "selective"),
-    "lr": ("optim.lr", _number),
-    "lr-decay-style": ("optim.schedule", _schedule),
-    "lr-warmup-fraction": ("optim.warmup", _number),
-    "lr-warmup-iters": ("optim.warmup", _steps),
-    "weight-decay": ("optim.weight_decay", _number),
-    "clip-grad": ("optim.max_grad_norm", _number),
-    "adam-beta1": ("optim.beta1", _number),
-    "adam-beta2": ("optim.beta2", _number),
-    "train-iters": ("duration", _steps),
-    "save-interval": ("checkpoint.every", _steps),
-    "seed": "seed",
-    "lora-r": "tuning.rank",
-    "lora-alpha": ("tuning.alpha", _number),
-    **dict.fromkeys(
-        (
-            "finetune",
-            "no-load-optim",
-            "no-load-rng",
-            "no-save-optim",
-            "no-save-rng",
-            "load",
-            "save",
-            "stage",
-            "is-instruction-dataset",
-            "prompt-type",
-            "bf16",
-            "use-mcore-models",
-            "use-distributed-optimizer",
-            "overlap-grad-reduce",
-            "overlap-param-gather",
-            "use-flash-attn",
-            "use-fused-rmsnorm",
-            "use-fused-swiglu",
-            "use-fused-rotary-pos-emb",
-            "use-rotary-position-embeddings",
-            "lora-target-modules",
-            "lora-fusion",
-            "recompute-method",
-            "log-interval",
-            "eval-interval",
-            "eval-iters",
-            "split",
-            "tokenizer-type",
-            "num-layers",
-            "hidden-size",
-            "ffn-hidden-size",
-            "num-attention-heads",
-            "group-query-attention",
-            "num-query-groups",
-            "kv-channels",
-            "max-position-embeddings",
-            "padded-vocab-size",
-            "make-vocab-size-divisible-by",
-            "rotary-base",
-            "norm-epsilon",
-            "normalization",
-            "position-embedding-type",
-            "swiglu",
-            "disable-bias-linear",
-            "add-qkv-bias",
-            "untie-embeddings-and-output-weights",
-            "qk-layernorm",
-            "spec",
-            "attention-dropout",
-            "hidden-dropout",
-            "init-method-std",
-            "initial-loss-scale",
-            "attention-softmax-in-fp32",
-            "no-masked-softmax-fusion",
-            "no-gradient-accumulation-fusion",
-            "distributed-backend",
-            "neat-pack",
-            "padded-samples",
-            "reset-attention-mask",
-            "reset-position-ids",
-            "log-throughput",
-        )
-    ),
-}
 
 
 def _mindspeed_llm(sections: Tree, found: Migration) -> None:
@@ -428,7 +262,7 @@ def _mindspeed_llm(sections: Tree, found: Migration) -> None:
         found.put("output.export", False)
     if sections.get("convert_ckpt_hf2mg"):
         found.note("convert_ckpt_hf2mg: follows the layout now; dropped", "convert_ckpt_hf2mg：现由布局决定，删去")
-    rest = _apply(options, _MEGATRON, found, "training.")
+    rest = _apply(options, MEGATRON, found, "training.")
     found.put("layout.zero", 1)
     _extra(rest, found)
 
@@ -453,61 +287,6 @@ def _flat(tree: Tree, prefix: str = "") -> Tree:
     return flat
 
 
-_VERL: dict[str, Rule] = {
-    "actor_rollout_ref.model.path": "model.path",
-    "data.train_files": ("data.train", lambda v: v if isinstance(v, list) else [v]),
-    "data.val_files": ("data.eval", lambda v: v if isinstance(v, list) else [v]),
-    "data.train_batch_size": "batch.global_size",
-    "data.shuffle": "data.shuffle",
-    "data.seed": "seed",
-    "actor_rollout_ref.actor.optim.lr": ("optim.lr", _number),
-    "actor_rollout_ref.actor.optim.weight_decay": ("optim.weight_decay", _number),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "layout.ulysses",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "layout.tp",
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": "layout.pp",
-    "actor_rollout_ref.model.lora_rank": "tuning.rank",
-    "actor_rollout_ref.model.lora_alpha": ("tuning.alpha", _number),
-    "trainer.total_epochs": ("duration", lambda v: f"{v} epochs"),
-    "trainer.total_training_steps": ("duration", _steps),
-    "trainer.save_freq": ("checkpoint.every", lambda v: _steps(v) if int(v) > 0 else "100000 steps"),
-    "trainer.resume_from_path": "checkpoint.resume",
-    **dict.fromkeys(
-        (
-            "trainer.default_local_dir",
-            "trainer.n_gpus_per_node",
-            "trainer.nnodes",
-            "trainer.device",
-            "trainer.logger",
-            "trainer.project_name",
-            "trainer.experiment_name",
-            "trainer.resume_mode",
-            "trainer.test_freq",
-            "trainer.critic_warmup",
-            "data.max_prompt_length",
-            "data.max_response_length",
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            "actor_rollout_ref.rollout.gpu_memory_utilization",
-            "actor_rollout_ref.rollout.max_num_batched_tokens",
-            "actor_rollout_ref.actor.use_dynamic_bsz",
-            "actor_rollout_ref.actor.strategy",
-            "actor_rollout_ref.actor.use_kl_loss",
-            "actor_rollout_ref.actor.kl_loss_coef",
-            "actor_rollout_ref.actor.kl_loss_type",
-            "actor_rollout_ref.model.enable_gradient_checkpointing",
-            "actor_rollout_ref.actor.fsdp_config.param_offload",
-            "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-            "algorithm.use_kl_in_reward",
-            "algorithm.kl_ctrl.kl_coef",
-            "ascend_precision_collector",
-        )
-    ),
-}
-
-
 def _verl(sections: Tree, found: Migration) -> None:
     flat = _flat(sections)
     estimator = flat.pop("algorithm.adv_estimator", "grpo")
@@ -525,7 +304,7 @@ def _verl(sections: Tree, found: Migration) -> None:
         f"data.seq_len = {prompt} + {answer}: a quarter of it is the prompt's now",
         f"data.seq_len = {prompt} + {answer}：其中四分之一留给提示",
     )
-    _extra(_apply(flat, _VERL, found, ""), found)
+    _extra(_apply(flat, VERL, found, ""), found)
 
 
 def _mindspeed_rl(sections: Tree, found: Migration) -> None:
@@ -537,7 +316,7 @@ def _mindspeed_rl(sections: Tree, found: Migration) -> None:
     found.put("data.train", [str(source)])
     found.put("objective", {"kind": "grpo"})
     renamed = {key.replace("_", "-"): value for key, value in {**training, **actor}.items() if key not in ("data_path", "model", "min_lr")}
-    rest = _apply(renamed, _MEGATRON, found, "")
+    rest = _apply(renamed, MEGATRON, found, "")
     found.put("layout.zero", 1)
     found.put("optim.schedule", str(actor.get("lr_decay_style", "constant")))
     dropped = [*rest, *(f"{name}.*" for name in ("rl_config", "generate_config") if sections.get(name))]
@@ -560,7 +339,7 @@ def _mindspeed_mm(sections: Tree, found: Migration) -> None:
     found.put("objective", {"kind": "sft"})
     options = dict(sections.get("training") or {})
     _context(options, found)
-    rest = _apply(options, _MEGATRON, found, "training.")
+    rest = _apply(options, MEGATRON, found, "training.")
     found.put("layout.zero", 1)
     if "convert_ckpt_mg2hf" in sections and sections["convert_ckpt_mg2hf"] is None:
         found.put("output.export", False)

@@ -5,33 +5,40 @@ from __future__ import annotations
 from ascendfactory.core.messages import pick
 
 TERMS = {  # parts of a device's memory
-    **{
-        "weights": "权重",
-        "masters": "主权重",
-        "gradients": "梯度",
-        "moments": "优化器动量",
-        "gathered weights": "聚合中的权重",
-        "reduced gradients": "归约后的梯度",
-    },
-    **{
-        "activations": "激活",
-        "backward": "反向中的张量",
-        "stage buffers": "级间缓冲",
-        "vision": "视觉激活",
-        "logits": "logits",
-        "reference": "参考模型",
-        "critic": "价值模型",
-    },
-    **{"reduced gradients": "归约后的梯度分片", "backward": "反向中间量", "stage buffers": "级间缓冲区"},
-    **{"buffers": "缓冲区", "checkpoint copy": "检查点副本", "runtime": "运行时"},
+    "weights": "权重",
+    "masters": "主权重",
+    "gradients": "梯度",
+    "reduced gradients": "归约后的梯度分片",
+    "moments": "优化器动量",
+    "gathered weights": "聚合中的权重",
+    "activations": "激活",
+    "backward": "反向中间量",
+    "stage buffers": "级间缓冲区",
+    "vision": "视觉激活",
+    "logits": "logits",
+    "reference": "参考模型",
+    "critic": "价值模型",
+    "buffers": "缓冲区",
+    "checkpoint copy": "检查点副本",
+    "runtime": "运行时",
 }
 PARTS = {  # parts of a step
-    **{"matrix products": "矩阵乘", "experts": "专家矩阵乘", "routing": "专家路由", "attention": "注意力", "head": "输出层"},
-    **{"memory bound": "访存", "tp": "tp 通信", "ulysses": "ulysses 通信", "ring": "ring 通信", "ep": "ep 通信", "pp": "pp 通信"},
-    **{"dp": "dp 通信", "bubble": "流水线气泡", "optimizer": "优化器", "host": "主机内存传输"},
+    "matrix products": "矩阵乘",
+    "experts": "专家矩阵乘",
+    "routing": "专家路由",
+    "attention": "注意力",
+    "head": "输出层",
+    "memory bound": "访存",
+    "tp": "tp 通信",
+    "ulysses": "ulysses 通信",
+    "ring": "ring 通信",
+    "ep": "ep 通信",
+    "pp": "pp 通信",
+    "dp": "dp 通信",
+    "bubble": "流水线气泡",
+    "optimizer": "优化器",
+    "host": "主机内存传输",
 }
-
-
 FORMULAS = {
     "what FSDP shards: (4·T + e·F) / n; a compute copy: 2·(T + F), / n under zero 3": (
         "FSDP 切分：(4·T + e·F) / n；计算副本：2·(T + F)，zero 3 再 / n"

@@ -40,10 +40,6 @@ class Engine:
     torch_stages: bool = False  # pipelines are those of torch.distributed.pipelining
     kept_logit_bytes: int = 0  # of the logits that a pipeline keeps of each micro-batch until the step ends
 
-    def state_bytes(self, element_bytes: int) -> int:
-        """Bytes of all copies of one trained parameter on one device that shards nothing."""
-        return (self.weight_bytes if element_bytes == 2 else 0) + self.grad_bytes + self.master_bytes + 8
-
 
 _MEGATRON_DEGREES = frozenset({"dp", "tp", "pp", "vpp", "ring", "ulysses", "ep"})
 

@@ -126,8 +126,3 @@ def joined(grids: Iterable[Grid]) -> Grid:
     """Several grids as one."""
     parts = list(grids)
     return Grid(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Grid)})
-
-
-def ceil_div(a: Ints, b: Ints | int) -> Ints:
-    """Division rounded up."""
-    return -(-a // b)

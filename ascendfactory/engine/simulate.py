@@ -39,10 +39,9 @@ from ascendfactory.engine.data.batch import IGNORED, MicroBatch
 from ascendfactory.engine.mesh import Mesh, make_mesh
 from ascendfactory.engine.objective.causal_lm import CausalLM
 from ascendfactory.engine.optim import Optimizer
-from ascendfactory.engine.parallel.context import LocalBatch, cut
-from ascendfactory.engine.parallel.fsdp import mark_micro_batch
+from ascendfactory.engine.parallel.context import cut
 from ascendfactory.engine.parallel.pieces import local
-from ascendfactory.engine.parallel.pipeline import Pipeline
+from ascendfactory.engine.passes import forward_backward
 
 DEPTHS = (2, 4)  # layers of the two traced models; of each chunk of a pipeline half as many
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
@@ -360,7 +359,7 @@ def _trace(plan: Plan, config: Any, stage: int, trained_share: float, num_micro:
             memory.label(optimizer.moments().values(), "moments")
             with memory, counter:
                 optimizer.start_step(0)
-                _forward_backward(model, pipeline, layout, batches)
+                forward_backward(model, pipeline, layout, batches, 1.0)
                 optimizer.sum_partial_gradients()
                 memory.label((p.grad for p in optimizer.parameters.values() if p.grad is not None), "gradients")
                 optimizer.step(0, 0.0)
@@ -379,16 +378,6 @@ def _label_weights(model: CausalLM, memory: _Memory) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_forward_pre_hook(label)
-
-
-def _forward_backward(model: CausalLM, pipeline: Pipeline | None, layout: Layout, batches: list[LocalBatch]) -> None:
-    """As the trainer does it."""
-    if pipeline is not None:
-        pipeline.step(batches, 1.0)
-        return
-    for number, batch in enumerate(batches):
-        mark_micro_batch(model, layout, is_last=number == len(batches) - 1)
-        model(batch, 1.0).backward()
 
 
 def _batch(plan: Plan, trained_share: float) -> MicroBatch:

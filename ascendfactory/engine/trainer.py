@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import Tensor
 
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan, StepMetrics
@@ -28,7 +27,7 @@ from ascendfactory.engine.data.preview import check_mask
 from ascendfactory.engine.export import export_model
 from ascendfactory.engine.metrics import forget_steps_after, model_flops_utilisation, training_flops
 from ascendfactory.engine.parallel.context import LocalBatch, cut
-from ascendfactory.engine.parallel.fsdp import mark_micro_batch
+from ascendfactory.engine.passes import forward_backward
 from ascendfactory.engine.provenance import provenance
 from ascendfactory.engine.state import tensor_state
 
@@ -68,7 +67,7 @@ def train_step(run: Run, stop: StopSignal) -> StepMetrics:
     counts = _count(run, batches, stop)
     run.position.set(run.step + 1, "compute")
     run.optimizer.start_step(run.step)
-    loss = _forward_backward(run, _own_parts(run, batches), scale=1.0 / max(1, counts.trained))
+    loss = forward_backward(run.model, run.pipeline, run.plan.layout, _own_parts(run, batches), scale=1.0 / max(1, counts.trained))
 
     run.position.set(run.step + 1, "update")
     # tensor-parallel partners know the same loss
@@ -100,19 +99,6 @@ def train_step(run: Run, stop: StopSignal) -> StepMetrics:
 def _own_parts(run: Run, batches: list[MicroBatch]) -> list[LocalBatch]:
     """This device's tokens of micro-batches, on the device."""
     return [cut(batch, run.mesh).to(run.mesh.device) for batch in batches]
-
-
-def _forward_backward(run: Run, batches: list[LocalBatch], scale: float) -> Tensor:
-    """Leaves the gradients of all micro-batches on the parameters; gives this device's share of the loss."""
-    if run.pipeline is not None:
-        return run.pipeline.step(batches, scale)
-    loss = torch.zeros((), dtype=torch.float32, device=run.mesh.device)
-    for number, batch in enumerate(batches):
-        mark_micro_batch(run.model, run.plan.layout, is_last=number == len(batches) - 1)
-        part: Tensor = run.model(batch, scale)
-        part.backward()
-        loss += part.detach()
-    return loss
 
 
 @dataclass(frozen=True)

@@ -100,6 +100,8 @@ def _chunks(spec: LayoutSpec, pp: int, card: ModelCard, free: Freedom) -> Iterab
         return (spec.vpp,)
     if pp == 1 or "vpp" not in free.degrees or spec.schedule in ("gpipe", "1f1b"):
         return (1,)
+    if spec.stage_layers != "auto":  # one number a chunk
+        return (max(1, len(spec.stage_layers) // pp),)
     if spec.schedule in V_SHAPED:
         return (2,)
     return [v for v in (1, 2, 3, 4, MOST_CHUNKS) if pp * v <= card.num_layers]

@@ -158,6 +158,12 @@ def test_every_reason_is_told_once() -> None:
     assert "memory.roomier" not in codes
 
 
+@pytest.mark.parametrize(("sizes", "vpp"), [([18, 18], 1), ([9, 9, 9, 9], 2)])
+def test_the_number_of_stage_sizes_decides_the_chunks(sizes: list[int], vpp: int) -> None:
+    layout = plan_of(cluster_of(8, 400), "--layout.pp=2", f"--layout.stage_layers={sizes}", "--data.seq_len=4096").layout
+    assert (layout.pp, layout.vpp, layout.stage_layers) == (2, vpp, tuple(sizes))
+
+
 def test_a_named_back_end_says_what_it_needs() -> None:
     with pytest.raises(NoPlan) as caught:
         plan_of(cluster_of(8), "--backend=verl")

@@ -15,8 +15,8 @@ def make_plan(recipe: Recipe, run_dir: str | None = None, *, launchable: bool = 
     Args:
         recipe: from `load_recipe`.
         run_dir: where the run will go; by default the recipe's output.dir, or runs/<name>.
-        launchable: whether only back ends that this release launches count. Where none of them accepts the recipe,
-            `False` plans with the engines that are known but cannot be launched yet.
+        launchable: whether the plan is to be run. `False` plans a recipe that names no back end, and that the embedded engine
+            refuses, with the outside engines: the plan then says which one to name.
         num_alternatives: how many of the next best layouts the plan tells.
 
     Raises:

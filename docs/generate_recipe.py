@@ -132,16 +132,16 @@ HEADS = (("key", "type", "default", "meaning"), ("键", "类型", "默认值", "
 # What this release's engine does not run is refused when planning; see docs/*/errors.md.
 NOTES: dict[str, tuple[str, str]] = {
     "objective": (
-        "The embedded engine runs `pretrain` and `sft`; the others are refused with a message in this release.",
-        "内置引擎可运行 `pretrain` 与 `sft`；其余目标在本版本中会被拒绝并给出说明。",
+        "The embedded engine runs `pretrain` and `sft`; the others run on the back ends that have them.",
+        "内置引擎可运行 `pretrain` 与 `sft`；其余目标由支持它们的后端运行。",
     ),
     "duration": (
         "Written `500 steps`, `3 epochs` or `2e9 tokens`; in long form `{amount: 3, unit: epochs}`.",
         "写作 `500 steps`、`3 epochs` 或 `2e9 tokens`；完整写法为 `{amount: 3, unit: epochs}`。",
     ),
     "cluster": (
-        "Short form: `DEVICE`, `COUNT DEVICE` or `NODESxCOUNT DEVICE`. This release runs on one machine.",
-        "简写：`设备`、`数量 设备` 或 `机器数x数量 设备`。本版本在单机上运行。",
+        "Short form: `DEVICE`, `COUNT DEVICE` or `NODESxCOUNT DEVICE`. The embedded engine runs on one machine in this release.",
+        "简写：`设备`、`数量 设备` 或 `机器数x数量 设备`。本版本的内置引擎在单机上运行。",
     ),
     "layout": (
         "`ep` above 1 is refused by the embedded engine with a message in this release.",

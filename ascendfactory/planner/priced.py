@@ -1,4 +1,6 @@
-"""What engines that this release does not launch are known to accept: enough to plan with them, not to run them.
+"""What outside engines are known to accept by the published tables: enough to plan with them where a recipe names none.
+
+A recipe that names one is judged by that back end itself (`backends/`), which knows its own options.
 
 Models and stages are those of the support tables; the rest are limits of the engines themselves (MindSpeed-LLM's
 validators, LLaMA-Factory's and verl's choices of sharding).

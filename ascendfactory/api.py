@@ -38,15 +38,12 @@ def make_plan(recipe: Recipe, run_dir: str | None = None, *, launchable: bool = 
     try:
         return search.make_plan(recipe, card, cluster, chosen, folder, num_alternatives)
     except NoPlan as no:
-        others = {name: judge for name, judge in priced_engines().items() if name not in chosen}
-        if launchable or recipe.backend in BACKENDS:
+        if launchable or recipe.backend != "auto":
             raise
         try:
-            plan = search.make_plan(recipe, card, cluster, others, folder, num_alternatives)
+            plan = search.make_plan(recipe, card, cluster, priced_engines(), folder, num_alternatives)
         except NoPlan as none:
-            pinned = recipe.backend != "auto"
-            close = [r for r in none.refusals if pinned or not r.code.endswith(".stage")]  # engines that train this model, but not so
-            first = [r for r in no.refusals if r.code != "backend" or not close]
-            said = {r.code for r in first if r.code != "memory"}  # a rule is told once, a number of bytes for each engine
-            raise NoPlan([*first, *(r for r in close if r.code not in said)]) from None
+            close = [r for r in none.refusals if not r.code.endswith(".stage")]  # engines that train this model, but not so
+            said = {r.code for r in no.refusals if r.code != "memory"}  # a rule is told once, a number of bytes for each engine
+            raise NoPlan([*no.refusals, *(r for r in close if r.code not in said)]) from None
         return plan.model_copy(update={"refused": [*no.refusals, *plan.refused]})

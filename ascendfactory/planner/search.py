@@ -57,7 +57,7 @@ def make_plan(
 
     Args:
         cluster: the devices at hand; `memory_bytes` is what a device has free.
-        backends: name → back end; all are weighed if the recipe says `auto`.
+        backends: name → back end; all are weighed if the recipe says `auto`, else the one that it names, which must be there.
         num_alternatives: how many of the next best the plan tells.
 
     Raises:
@@ -68,9 +68,6 @@ def make_plan(
     refusals: list[Refusal] = []
     own_runs = read_measurements(measured_path(run_dir))
     for name in names:
-        if name not in backends:
-            refusals += _unknown_backend(name)
-            continue
         ranked = rank(recipe, card, cluster, name, backends[name], own_runs)
         accepted = _accepted(ranked, backends[name], num_alternatives + 1)
         if accepted:
@@ -217,15 +214,3 @@ def _slower_without(ranked: Ranked, place: int) -> dict[str, float | None]:
 def _once(refusals: list[Refusal]) -> list[Refusal]:
     """Each code once."""
     return list({refusal.code: refusal for refusal in reversed(refusals)}.values())[::-1]
-
-
-def _unknown_backend(name: str) -> list[Refusal]:
-    return [
-        Refusal(
-            code="backend",
-            where="backend",
-            en=f"'{name}' cannot be launched by this release; write backend: native",
-            zh=f"本版本尚不能启动 '{name}'；请写 backend: native",
-            fix={"backend": "native"},
-        )
-    ]

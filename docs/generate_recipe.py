@@ -42,8 +42,30 @@ MEANINGS: dict[str, str | tuple[str, str]] = {
     "model.path": "Hugging Face 模型文件夹，或目录中的模型名（训练时须是文件夹）",
     "model.init": "读取文件夹中的权重，或按 config.json 随机初始化（从头预训练）",
     "model.dtype": "计算精度；auto 在设备有 bfloat16 单元时取 bfloat16，否则取 float32",
-    "objective.kind": ("pretrain: every token of the text; sft: answers", "pretrain：文本的每个词元；sft：回答"),
+    "objective.kind": (
+        "pretrain: every token of the text; sft: answers; dpo, reward: preferences; grpo, dapo, ppo: answers that are rewarded",
+        "pretrain：文本的每个词元；sft：回答；dpo、reward：偏好；grpo、dapo、ppo：按奖励学习生成的回答",
+    ),
     "objective.train_on": "训练哪些词元：所有 assistant 轮次、仅最后一轮，或全部词元",
+    "objective.num_answers": "每个提示生成的回答数",
+    "objective.max_prompt_tokens": "最长的提示；回答占 data.seq_len 的其余部分；auto 为其四分之一",
+    "objective.temperature": "生成回答时的温度；1 即按训练时的概率",
+    "objective.top_p": "只在累计概率达到此值的最可能词元中采样",
+    "objective.clip_low": "词元新旧概率之比最低按 1 - clip_low 计（PPO 的 epsilon，arXiv:1707.06347）",
+    "objective.clip_high": "词元新旧概率之比最高按 1 + clip_high 计（clip-higher，arXiv:2503.14476）",
+    "objective.kl_coef": "与初始模型散度的权重（ppo 计入奖励，其余计入损失）；0 表示不保留初始模型",
+    "objective.kl_kind": "散度的估计：k1 对数比，k2 其平方的一半，k3 比值 - 1 - 对数比（joschu.net/blog/kl-approx）",
+    "objective.entropy_coef": "损失中熵奖励的权重",
+    "objective.reward": "auto 为引擎按记录的 data_source 自带的规则；或 文件.py:函数，即自己的函数",
+    "objective.off_policy_steps": "0：设备轮流生成与训练；1：一部分设备只为下一步生成，其余同时训练",
+    "objective.multi_turn": "回答可以调用的工具；简写：直接写工具文件",
+    "objective.multi_turn.tools": "Python 文件，其中的函数即工具；或列出工具类的 YAML 文件",
+    "objective.multi_turn.max_turns": "一次对话中模型最多发言的次数",
+    "objective.dynamic_sampling": "回答全好或全坏的提示换成其他提示",
+    "objective.overlong_tokens": "回答末尾的若干词元，在其中奖励逐渐减少至多 1；0 表示不减；auto 为回答的五分之一",
+    "objective.critic_lr": "价值网络的峰值学习率",
+    "objective.gamma": "后来奖励的折扣",
+    "objective.gae_lambda": "优势估计中偏差与方差的取舍（GAE，arXiv:1506.02438）；1 为无偏",
     "tuning.kind": ("every weight, or low-rank adapters on frozen weights", "训练全部权重，或在冻结权重上训练低秩适配器"),
     "tuning.rank": ("rank of the adapters", "适配器的秩"),
     "tuning.alpha": "更新按 alpha/rank 缩放（rslora 时为 alpha/sqrt(rank)）",
@@ -69,7 +91,7 @@ MEANINGS: dict[str, str | tuple[str, str]] = {
     "data.train.format": "记录的格式；auto 查看前若干条后判断",
     "data.train.columns": "列名不同时，我们的列名 → 文件中的列名（instruction: question）",
     "data.train.weight": "一个 epoch 遍历该来源的次数；0.5 表示取一半",
-    "batch.global_size": "每个优化步的总行数（所有设备）；拼接后的一行算一行",
+    "batch.global_size": "每个优化步的总行数（所有设备）；拼接后的一行算一行；grpo、dapo、ppo 按提示计",
     "batch.micro_size": "一个设备一次计算的行数",
     "optim.lr": ("peak learning rate", "最高学习率"),
     "optim.schedule": "预热之后的曲线；wsd 为预热、保持、在最后 decay_fraction 内下降",
@@ -140,8 +162,8 @@ NOTES: dict[str, tuple[str, str]] = {
         "写作 `500 steps`、`3 epochs` 或 `2e9 tokens`；完整写法为 `{amount: 3, unit: epochs}`。",
     ),
     "cluster": (
-        "Short form: `DEVICE`, `COUNT DEVICE` or `NODESxCOUNT DEVICE`. The embedded engine runs on one machine in this release.",
-        "简写：`设备`、`数量 设备` 或 `机器数x数量 设备`。本版本的内置引擎在单机上运行。",
+        "Short form: `DEVICE`, `COUNT DEVICE` or `NODESxCOUNT DEVICE`.",
+        "简写：`设备`、`数量 设备` 或 `机器数x数量 设备`。",
     ),
     "layout": (
         "`ep` above 1 is refused by the embedded engine with a message in this release.",
@@ -219,7 +241,26 @@ def default(key: str, node: Node, zh: bool) -> str:
     assert field is not None
     if field.is_required():
         return "必填" if zh else "required"
+    by_kind = _defaults_by_kind(key)
+    if len(by_kind) > 1:
+        if zh:
+            return "，".join(f"{_written(value, zh)}（{'、'.join(kinds)}）" for value, kinds in by_kind)
+        return ", ".join(f"{_written(value, zh)} ({', '.join(kinds)})" for value, kinds in by_kind)
     return _written(field.default, zh)
+
+
+def _defaults_by_kind(key: str) -> list[tuple[Any, list[str]]]:
+    """The defaults that a setting has in the members of a union, each with its kinds."""
+    section, _, name = key.rpartition(".")
+    found: list[tuple[Any, list[str]]] = []
+    for member in all_keys()[section].sections() if section and name != "kind" else []:
+        if (field := member.model_fields.get(name)) and (kind := kind_of(member)):
+            same = next((kinds for value, kinds in found if value == field.default), None)
+            if same is None:
+                found.append((field.default, [kind]))
+            else:
+                same.append(kind)
+    return found
 
 
 def _written(value: Any, zh: bool) -> str:

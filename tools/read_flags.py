@@ -125,6 +125,9 @@ class Nothing(metaclass=Meta):
             raise AttributeError(name)
         return Nothing()
 
+    def __class_getitem__(cls, item: Any) -> Any:
+        return cls
+
     def __bool__(self) -> bool:
         return False
 

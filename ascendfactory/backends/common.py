@@ -111,13 +111,6 @@ def absent_rules(recipe: Recipe, layout: Layout, *names: str) -> list[Rule]:
             layout.recompute_in_advance, "layout.recompute_in_advance", False, "recomputation in advance", "提前重计算"
         ),
         "in_backward": only(recipe.optim.in_backward, "optim.in_backward", False, "update inside the backward pass", "反向中更新权重"),
-        "restarts": only(
-            recipe.cluster.restarts > 0,
-            "cluster.restarts",
-            0,
-            "restart by itself (the same command resumes)",
-            "自动重启（再次执行同一命令即续训）",
-        ),
     }
     return [rules[name] for name in names]
 
@@ -200,8 +193,3 @@ def num_steps(recipe: Recipe) -> int | None:
             return math.ceil(amount / (recipe.batch.global_size * recipe.data.seq_len))
         case _:
             return None
-
-
-def prompt_tokens(recipe: Recipe) -> int:
-    """Tokens of a row that a prompt may fill; the answer has the rest."""
-    return recipe.data.seq_len // 4

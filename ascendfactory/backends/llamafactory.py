@@ -95,6 +95,7 @@ class LlamaFactory:
             files["job/deepspeed.json"] = json.dumps(deepspeed_config(plan), indent=2) + "\n"
         export = f"{run}/export" if recipe.output.export else "-"
         return Job(
+            restarts=recipe.cluster.restarts,
             files=files,
             argv=["python", *_torchrun(plan), f"{run}/job/train.py", f"{run}/job/train.yaml", export],
             env=_environment(plan),
@@ -114,8 +115,7 @@ class LlamaFactory:
 
 
 def _torchrun(plan: Plan) -> list[str]:
-    restarts = plan.recipe.cluster.restarts
-    if plan.cluster.num_devices == 1 and not restarts:
+    if plan.cluster.num_devices == 1:
         return []
     meeting = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
     return [
@@ -124,7 +124,6 @@ def _torchrun(plan: Plan) -> list[str]:
         *(meeting if plan.cluster.nodes > 1 else ["--standalone"]),
         "--nproc-per-node",
         str(plan.cluster.nproc),
-        *(["--max-restarts", str(restarts)] if restarts else []),
     ]
 
 
@@ -258,8 +257,7 @@ def _layout_rules(layout: Layout) -> list[Rule]:
 
 def _absent(recipe: Recipe, layout: Layout) -> list[Rule]:
     # torchrun of several nodes meets at a fixed address, where a node that was not lost does not come again
-    restarts = ("restarts",) if recipe.cluster.nodes > 1 else ()
-    return absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", *restarts)
+    return absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward")
 
 
 def train_config(plan: Plan) -> dict[str, Any]:

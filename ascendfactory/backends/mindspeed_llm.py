@@ -86,6 +86,7 @@ class MindSpeedLlm:
         script = f"{{env}}/src/MindSpeed-LLM/{entry}"
         command = [*torchrun(plan), script, *words(flags), "{load}"]
         return Job(
+            restarts=recipe.cluster.restarts,
             files=files,
             argv=["python", f"{run}/job/train.py", f"{run}/job/start.json", "--", *command],
             env=environment(plan, SOURCES),
@@ -181,7 +182,7 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
     return [
         *sharding_rules(layout),
         *_pipeline_rules(recipe, card, layout),
-        *absent_rules(recipe, layout, "in_backward", "restarts"),
+        *absent_rules(recipe, layout, "in_backward"),
         only(layout.recompute == "selective", "layout.recompute", "auto", "selective recomputation", "选择性重计算"),
         only(
             layout.recompute == "norm" and layout.recompute_layers > 0,
@@ -246,10 +247,18 @@ def _pipeline_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rul
     """Orders of micro-batches, uneven stages and what hides in the gaps, within what its validation and converters allow."""
     sizes, family, lora = layout.stage_layers, family_of(card), isinstance(recipe.tuning, Lora)
     is_v, extends = layout.schedule == "dualpipev", card.moe is not None and split_of(card, layout).extends
+    dense = card.moe.first_dense_layers if card.moe else 0
     chunked, chunks = layout.overlap_chunks > 1, layout.overlap_chunks
     in_advance = layout.vpp > 1 and layout.recompute == "full" and layout.recompute_layers > 0
     return [
         schedule_rule(layout, "1f1b", *(("interleaved", "dualpipev") if layout.vpp > 1 else ())),
+        only(
+            dense > 0 and layout.pp > 1 and card.num_layers // layout.pp <= dense,
+            "layout.pp",
+            card.num_layers // (dense + 1),
+            f"stage of dense layers alone, which are the first {dense}",
+            f"只含稠密层（前 {dense} 层）的流水级",
+        ),
         only(is_v and lora, "layout.schedule", "auto", "LoRA under dualpipev", "dualpipev 下的 LoRA"),
         only(is_v and card.tied_embeddings, "layout.schedule", "auto", "tied embeddings under dualpipev", "dualpipev 下的共享词嵌入"),
         only(is_v and layout.cp > 1, "layout.schedule", "auto", "context parallelism under dualpipev", "dualpipev 下的上下文并行"),
@@ -355,8 +364,13 @@ def _training_flags(recipe: Recipe, card: ModelCard) -> Flags:
     }
     flags |= _objective_flags(recipe, card)
     if isinstance(recipe.tuning, Lora):
-        flags |= adapter_flags(recipe.tuning) | {"lora-fusion": card.moe is None}
+        flags |= adapter_flags(recipe.tuning) | {"lora-fusion": card.moe is None, "moe-grouped-gemm": _groups_experts(recipe, card)}
     return flags
+
+
+def _groups_experts(recipe: Recipe, card: ModelCard) -> bool:
+    """Whether a device's experts are one matrix. Before master the converters cannot merge adapters of such ones."""
+    return card.moe is not None and (not isinstance(recipe.tuning, Lora) or profile_of(recipe, PROFILES) == "master")
 
 
 def _objective_flags(recipe: Recipe, card: ModelCard) -> Flags:
@@ -448,7 +462,7 @@ def _convert_flags(plan: Plan, back: bool) -> tuple[str, Flags]:
     split, experts, v2 = split_of(card, plan.layout), card.moe is not None, _uses_v2(plan)
     flags: Flags = {"load-model-type": "mg" if back else "hf", "save-model-type": "hf" if back else "mg"}
     flags |= {"model-type-hf": family.model_type_v2 if v2 else family.model_type}
-    flags["moe-grouped-gemm"] = experts
+    flags["moe-grouped-gemm"] = _groups_experts(plan.recipe, card)
     if v2 and back:  # the cut is read from the checkpoint, but for the shape of the schedule
         flags["schedules-method"] = "dualpipev" if split.v_shaped else None
         flags["hf-cfg-dir"] = plan.recipe.model.path if profile_of(plan.recipe, PROFILES) == "master" else None
@@ -470,7 +484,7 @@ def _deepseek_flags(plan: Plan) -> Flags:
     card, split = plan.card, split_of(plan.card, plan.layout)
     assert card.moe is not None
     flags = {name.replace("target-", "source-"): value for name, value in split.convert_flags(True).items()}
-    return flags | {"moe-grouped-gemm": True, "num-layers": card.num_layers, "first-k-dense-replace": card.moe.first_dense_layers}
+    return flags | {"num-layers": card.num_layers, "first-k-dense-replace": card.moe.first_dense_layers}
 
 
 def _convert_step(plan: Plan) -> Step:

@@ -84,6 +84,7 @@ class MindSpeedMm:
         files |= {"job/train.py": program("megatron_train.py"), "job/start.json": _start(plan)}
         command = [*torchrun(plan), "{env}/src/MindSpeed-MM/pretrain_vlm.py", *words(train_flags(plan)), "{load}"]
         return Job(
+            restarts=recipe.cluster.restarts,
             files=files,
             argv=["python", f"{plan.run_dir}/job/train.py", f"{plan.run_dir}/job/start.json", "--", *command],
             env=environment(plan, SOURCES) | {"ACLNN_CACHE_LIMIT": "100000", "COMBINED_ENABLE": "1"},
@@ -123,7 +124,7 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
         *sharding_rules(layout),
         schedule_rule(layout, "1f1b"),
         only(0 in layout.stage_layers, "layout.stage_layers", "auto", "empty stages", "空流水级"),
-        *absent_rules(recipe, layout, "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
+        *absent_rules(recipe, layout, "overlap_chunks", "recompute_in_advance", "in_backward"),
         only(layout.vpp > 1, "layout.vpp", 1, "virtual pipeline here", "虚拟流水线"),
         only(layout.ep > 1, "layout.ep", 1, "expert parallelism", "专家并行"),
         only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
@@ -445,7 +446,6 @@ def _qwen_data(recipe: Recipe, path: str, run: str, all_tokens: bool) -> dict[st
             "cache_dir": f"{recipe.data.cache_dir}/mindspeed_mm",
             "train_on_prompt": all_tokens,
             "mask_history": False,
-            "cutoff_len": recipe.data.seq_len,
             "preprocessing_batch_size": 1000,
             "preprocessing_num_workers": 16,
             "max_samples": None,
@@ -501,17 +501,20 @@ def _internvl_data(recipe: Recipe, path: str) -> dict[str, Any]:
 def _converter(plan: Plan, direction: str) -> list[str]:
     """mm-convert with the same stages as model.json."""
     text, tower = stages(plan.card, plan.layout)
-    kind = "Qwen2_5_VLConverter" if _series(plan.card) == "qwen2.5vl" else "InternVLConverter"
-    parts = {"llm_pp_layers": json.dumps([text], separators=(",", ":")), "vit_pp_layers": json.dumps([tower], separators=(",", ":"))}
-    run, model = plan.run_dir, plan.recipe.model.path
-    words_ = ["{env}/bin/mm-convert", kind, direction, "--cfg.hf_config.hf_dir", model]
+    run, qwen = plan.run_dir, _series(plan.card) == "qwen2.5vl"
+    words_ = ["{env}/bin/mm-convert", "Qwen2_5_VLConverter" if qwen else "InternVLConverter", direction]
+    words_ += ["--cfg.hf_config.hf_dir", plan.recipe.model.path]
     if direction == "hf_to_mm":
         words_ += ["--cfg.mm_dir", f"{run}/weights"]
     else:
         words_ += ["--cfg.mm_dir", f"{run}/checkpoints", "--cfg.save_hf_dir", f"{run}/export"]
-    for name, value in parts.items():
+    for name, layers in (("llm_pp_layers", text), ("vit_pp_layers", tower)):
+        # one list a virtual stage on the way in; on the way out it knows none
+        value = json.dumps([layers] if direction == "hf_to_mm" else layers, separators=(",", ":"))
         words_ += [f"--cfg.parallel_config.{name}", value]
-    return [*words_, "--cfg.parallel_config.tp_size", str(plan.layout.tp)]
+    # InternVL3's configuration is code that lies with its weights
+    trust = [] if qwen else ["--cfg.trust_remote_code", "True"]
+    return [*words_, "--cfg.parallel_config.tp_size", str(plan.layout.tp), *trust]
 
 
 def _step(plan: Plan, name: str, argv: list[str], inputs: list[str], output: str) -> Step:

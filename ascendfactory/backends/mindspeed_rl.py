@@ -16,7 +16,6 @@ from ascendfactory.backends.common import (
     only,
     profile_rule,
     program,
-    prompt_tokens,
     refusals,
     schedule_rule,
 )
@@ -33,6 +32,7 @@ from ascendfactory.backends.megatron import (
     words,
 )
 from ascendfactory.backends.megatron_models import FAMILIES, family_of, model_flags
+from ascendfactory.backends.rl import KL_NAMES, answer_tokens, objective_of, on_ray, prompt_tokens, rl_rules, rollout_share, rollout_tp
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Grpo, Lora, Recipe
 
@@ -49,7 +49,6 @@ NO_EFFECT = {
     "output.log_every": "every iteration is reported; the progress display thins them out",
 }
 _FAMILIES = ("qwen2.5", "qwen3", "qwen3_moe")
-_NUM_ANSWERS = 8
 # Flags of the trainer that have no place in its configuration classes of this age.
 _FOREIGN = (
     "tokenizer-type",
@@ -59,6 +58,7 @@ _FOREIGN = (
     "spec",
     "n-shared-experts",
 )
+_RENAMED = {"moe-ffn-hidden-size": "moe-intermediate-size"}  # since Megatron-Core 0.8, on which it stands
 
 
 class MindSpeedRl:
@@ -90,6 +90,8 @@ class MindSpeedRl:
                 {},
             ),
             *data_rules(recipe),
+            *rl_rules(recipe),
+            *_objective_rules(recipe),
             *_setting_rules(recipe),
             *_layout_rules(recipe, card, layout),
         ]
@@ -106,13 +108,15 @@ class MindSpeedRl:
             "job/start.json": start_facts(plan, [], _resumed(run)),
         }
         command = ["python", "{env}/src/MindSpeed-RL/cli/train_grpo.py", "--config-dir", f"{run}/job", "--config-name", "grpo"]
+        argv, more = on_ray(plan, ["python", f"{run}/job/train.py", f"{run}/job/start.json", "--", *command, "{load}"])
         after = []
         if recipe.output.export:
             files["job/export.py"] = program("megatron_export.py")
             after.append(_export_step(plan))
         return Job(
-            files=files,
-            argv=["python", f"{run}/job/train.py", f"{run}/job/start.json", "--", *command, "{load}"],
+            restarts=recipe.cluster.restarts,
+            files=files | more,
+            argv=argv,
             env=_variables(plan),
             environment=f"{NAME}-{PROFILES[0]}",
             nproc=1,
@@ -129,6 +133,31 @@ def _resumed(run: str) -> list[str]:
     """Overrides that go on from the newest checkpoint instead of the converted weights."""
     values = {"load": f"{run}/checkpoints", "finetune": "false", "no_load_optim": "false", "no_load_rng": "false"}
     return [f"actor_config.{name}={value}" for name, value in values.items()]
+
+
+def _objective_rules(recipe: Recipe) -> list[Rule]:
+    objective = recipe.objective
+    if not isinstance(objective, Grpo):
+        return []
+    return [
+        only(objective.reward != "auto", "objective.reward", "auto", "reward function of your own", "自定义奖励函数"),
+        only(objective.off_policy_steps > 0, "objective.off_policy_steps", 0, "generation on devices of its own", "生成使用独立设备"),
+        (
+            objective.multi_turn is not None,
+            "objective.multi_turn",
+            "no calls of tools; leave multi_turn out, or write backend: verl",
+            "不支持工具调用；请删去 multi_turn，或写 backend: verl",
+            None,
+        ),
+        only(objective.kl_coef == 0, "objective.kl_coef", 0.001, "training without a reference model", "无参考模型的训练"),
+        only(
+            objective.clip_low != objective.clip_high,
+            "objective.clip_high",
+            objective.clip_low,
+            "clip range of two sides under grpo",
+            "grpo 的双侧裁剪区间",
+        ),
+    ]
 
 
 def _setting_rules(recipe: Recipe) -> list[Rule]:
@@ -153,7 +182,7 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
     return [
         *sharding_rules(layout),
         schedule_rule(layout, "1f1b", *(("interleaved",) if layout.vpp > 1 else ())),
-        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
+        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward"),
         only(layout.ring > 1 and layout.ulysses > 1, "layout.ring", 1, "hybrid context parallelism", "混合上下文并行"),
         only(uneven, "layout.pp", 1, "uneven stages", "不均匀的流水线"),
         *lean_rules(layout),
@@ -178,7 +207,7 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
 def config(plan: Plan) -> dict[str, Any]:
     """MindSpeed-RL's configuration, the model's shape spelled out."""
     name = "recipe_model"
-    shape = _underscored({k: v for k, v in model_flags(plan.card).items() if k not in _FOREIGN and v is not None})
+    shape = _underscored({_RENAMED.get(k, k): v for k, v in model_flags(plan.card).items() if k not in _FOREIGN and v is not None})
     return {
         "defaults": ["_self_"],
         "model": {name: shape},
@@ -220,19 +249,19 @@ def _training(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def _algorithm(plan: Plan) -> dict[str, Any]:
-    layout = plan.layout
+    layout, objective = plan.layout, objective_of(plan.recipe)
     return {
         "use_integrated_worker": True,
         "blocking": True,
         "adv_estimator": "group_norm",
-        "kl_penalty": "low_var_kl",
+        "kl_penalty": KL_NAMES[objective.kl_kind],
         "kl_ctrl_type": "fixed",
-        "init_kl_coef": 0.001,
+        "init_kl_coef": objective.kl_coef,
         "mini_batch_size": plan.recipe.batch.global_size,
         "max_prompt_length": prompt_tokens(plan.recipe),
-        "clip_ratio": 0.2,
-        "entropy_coeff": 0.0,
-        "n_samples_per_prompt": _NUM_ANSWERS,
+        "clip_ratio": objective.clip_low,
+        "entropy_coeff": objective.entropy_coef,
+        "n_samples_per_prompt": objective.num_answers,
         "actor_forward_micro_batch_size": layout.micro_size,
         "ref_forward_micro_batch_size": layout.micro_size,
         "rule_reward": True,
@@ -245,27 +274,27 @@ def _algorithm(plan: Plan) -> dict[str, Any]:
 
 
 def _generation(plan: Plan) -> dict[str, Any]:
-    seq_len = plan.recipe.data.seq_len
+    seq_len, objective = plan.recipe.data.seq_len, objective_of(plan.recipe)
     return {
         "trust_remote_code": False,
         "offload_train_optimizer": True,
         "offload_train_grad": True,
         "offload_train_param": True,
-        "infer_tensor_parallel_size": plan.placement.rollout_tp if plan.placement else 1,
+        "infer_tensor_parallel_size": rollout_tp(plan),
         "infer_pipeline_parallel_size": 1,
         "infer_expert_parallel_size": 1,
         "max_num_seqs": 1024,
         "max_model_len": max(seq_len, 4096),
         "max_num_batched_tokens": max(seq_len, 8192),
         "dtype": "bfloat16",
-        "gpu_memory_utilization": 0.4,
+        "gpu_memory_utilization": rollout_share(plan),
         "sampling_config": {
             "logprobs": 1,
-            "max_tokens": seq_len - prompt_tokens(plan.recipe),
-            "top_p": 1.0,
+            "max_tokens": answer_tokens(plan.recipe),
+            "top_p": objective.top_p,
             "top_k": -1,
             "min_p": 0.0,
-            "temperature": 1.0,
+            "temperature": objective.temperature,
             "detokenize": False,
         },
     }

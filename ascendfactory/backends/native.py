@@ -33,14 +33,16 @@ class Native:
     def render(self, plan: Plan) -> Job:
         """The job that runs the plan: one process, or torchrun with one process a device."""
         module = ["-m", "ascendfactory.engine", str(PurePosixPath(plan.run_dir) / "plan.json")]
-        nproc, restarts = plan.cluster.nproc, plan.recipe.cluster.restarts
-        ends = ["--max-restarts", str(restarts), "--shutdown-timeout", str(SHUTDOWN_S)]
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), *ends]
+        nproc, nodes, restarts = plan.cluster.nproc, plan.cluster.nodes, plan.recipe.cluster.restarts
+        several = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
+        where = several if nodes > 1 else ["--standalone", "--max-restarts", str(restarts)]
+        torchrun = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(nproc), "--shutdown-timeout", str(SHUTDOWN_S)]
         return Job(
             files={"plan.json": plan.model_dump_json(indent=2) + "\n"},
-            argv=[sys.executable, *(torchrun if nproc > 1 or restarts else []), *module],
+            argv=[sys.executable, *(torchrun if plan.cluster.num_devices > 1 or restarts else []), *module],
             env=_environment(plan),
             nproc=nproc,
+            restarts=restarts if nodes > 1 else 0,  # torchrun starts again only what is on its own node
             keeps_metrics=True,
         )
 
@@ -161,13 +163,6 @@ def _refuse_layout(recipe: Recipe, layout: Layout) -> list[Refusal]:
             "FSDP keeps no second copy of weights (nor does float32), so there is nothing to share; write reuse_params: false",
             "FSDP 不保留权重的第二份副本（float32 亦然），没有可共享的内容；请写 reuse_params: false",
             False,
-        ),
-        (
-            recipe.cluster.nodes > 1,
-            "cluster.nodes",
-            "this release starts processes on one machine only; write cluster.nodes: 1",
-            "本版本只能在一台机器上启动进程；请写 cluster.nodes: 1",
-            1,
         ),
         (
             # its magnitude needs the norm of the whole weight; a rank of several holds a part of it

@@ -1,36 +1,46 @@
 """verl as a back end: GRPO, DAPO and PPO, as overrides of its own configuration, run in its own environment.
 
-FSDP2 trains by default; a recipe that asks for tp or pp is trained by Megatron (on Ascend: MindSpeed). What the recipe has no key for
-is a default below, which `extra` may change by verl's own name; what the recipe does say cannot be changed there.
+FSDP2 trains by default; a recipe that asks for tp or pp is trained by Megatron (on Ascend: MindSpeed). On several nodes its one driver
+runs on a Ray cluster of them. What the recipe has no key for is a default that `extra` may change by verl's own name; what the recipe
+does say cannot be changed there.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, assert_never
+from typing import assert_never
 
 from ascendfactory.backends.common import (
     Rule,
     absent_rules,
-    check_options,
     data_rules,
     data_step,
     extra_rules,
     num_steps,
     only,
-    options,
-    profile_of,
     profile_rule,
     program,
-    prompt_tokens,
     refusals,
     schedule_rule,
 )
+from ascendfactory.backends.rl import on_ray, rl_rules
+from ascendfactory.backends.verl_config import (
+    DEFAULTS,
+    NAME,
+    PLACES,
+    PROFILES,
+    TOOL_FORMAT,
+    TOOL_FORMATS,
+    derived,
+    environment_name,
+    is_megatron,
+    known,
+    overrides,
+    words,
+)
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
-from ascendfactory.core.recipe import Dapo, Dpo, Full, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
+from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, PolicyGradient, Ppo, Pretrain, Recipe, Reward, Sft
 
-NAME = "verl"
-PROFILES = ("0.9.1",)
 # Settings that are accepted and change nothing here, and why.
 NO_EFFECT = {
     "checkpoint.asynchronous": "checkpoints are written while training waits",
@@ -41,37 +51,7 @@ NO_EFFECT = {
     "layout.micro_size": "micro-batches are sized by tokens",
     "batch.micro_size": "micro-batches are sized by tokens",
 }
-Overrides = dict[str, Any]
-
-# What no recipe key says; `extra` may change these.
-DEFAULTS: Overrides = {
-    "actor_rollout_ref.rollout.name": "vllm",
-    "actor_rollout_ref.rollout.n": 8,
-    "actor_rollout_ref.rollout.temperature": 1.0,
-    "actor_rollout_ref.actor.entropy_coeff": 0.0,
-    "data.truncation": "left",
-    "data.filter_overlong_prompts": True,
-    "trainer.val_before_train": False,
-}
-_KL = {
-    "actor_rollout_ref.actor.use_kl_loss": True,
-    "actor_rollout_ref.actor.kl_loss_coef": 0.001,
-    "actor_rollout_ref.actor.kl_loss_type": "low_var_kl",
-}
-_SOFT_OVERLONG = {  # DAPO: answers near the limit lose reward (arXiv:2503.14476)
-    "reward.reward_manager.name": "dapo",
-    "algorithm.filter_groups.enable": True,
-    "algorithm.filter_groups.metric": "acc",
-    "actor_rollout_ref.actor.clip_ratio_low": 0.2,
-    "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-    "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
-    "actor_rollout_ref.actor.use_kl_loss": False,
-}
-_PPO = {
-    "critic.optim.lr": 1e-5,
-    "critic.use_dynamic_bsz": True,
-    "critic.ppo_max_token_len_per_gpu": 32768,
-}
+MOST_RANK = 512  # of adapters in vLLM
 
 
 class Verl:
@@ -82,38 +62,32 @@ class Verl:
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why verl cannot run the recipe under this layout; empty if it can."""
         rules = [profile_rule(recipe, PROFILES), *_objective_rules(recipe), *data_rules(recipe), *_setting_rules(recipe)]
-        rules += _layout_rules(recipe, layout)
-        if recipe.profile in ("auto", *PROFILES):
-            ours = {*_derived(recipe, layout), *_PLACES} - set(DEFAULTS)
-            rules += extra_rules(recipe, ours, _known(recipe, layout))
+        rules += [*rl_rules(recipe), *_tool_rules(recipe, card), *_layout_rules(recipe, layout)]
+        if recipe.profile in ("auto", *PROFILES) and isinstance(recipe.objective, PolicyGradient):
+            ours = {*derived(recipe, layout), *PLACES} - set(DEFAULTS)
+            rules += extra_rules(recipe, ours, known(recipe, layout))
         return refusals(NAME, rules)
 
     def render(self, plan: Plan) -> Job:
         """The job: data as parquet, training, weights merged."""
-        recipe, run = plan.recipe, plan.run_dir
+        recipe = plan.recipe
         step, spec = data_step(plan, "rl")
-        files, after = {"job/data.json": spec}, []
+        engine = ["model_engine=megatron"] if is_megatron(plan.layout) else []
+        argv, files = on_ray(plan, ["python", "-m", "verl.trainer.main_ppo", *engine, *words(overrides(plan))])
+        files |= {"job/data.json": spec}
+        after = []
         if recipe.output.export:
             files["job/export.py"] = program("verl_export.py")
-            argv = [
-                "python",
-                f"{run}/job/export.py",
-                f"{run}/checkpoints",
-                "megatron" if _megatron(plan.layout) else "fsdp",
-                f"{run}/export",
-            ]
-            newest = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
-            after.append(Step(name="export", argv=argv, environment=_environment(recipe), inputs=[newest], output=f"{run}/export"))
-        config = ["--config-name=ppo_megatron_trainer"] if _megatron(plan.layout) else []
-        words = [f"{name}={_text(value)}" for name, value in overrides(plan).items()]
+            after.append(_export_step(plan))
         return Job(
             files=files,
-            argv=["python", "-m", "verl.trainer.main_ppo", *config, *words],
+            argv=argv,
             env=_variables(plan),
-            environment=_environment(recipe),
+            environment=environment_name(recipe),
             nproc=1,
             before=[step],
             after=after,
+            restarts=recipe.cluster.restarts,
         )
 
     def read_step(self, line: str, plan: Plan) -> StepMetrics | None:
@@ -121,18 +95,11 @@ class Verl:
         return read_line(line, plan)
 
 
-def _environment(recipe: Recipe) -> str:
-    return f"{NAME}-{profile_of(recipe, PROFILES)}"
-
-
-def _known(recipe: Recipe, layout: Layout) -> dict[str, Any]:
-    """The options of the trainer that the layout chooses."""
-    trainer = "ppo_megatron_trainer" if _megatron(layout) else "ppo_trainer"
-    return {name: facts for name, facts in options(_environment(recipe)).items() if facts.get("only", trainer) == trainer}
-
-
-def _megatron(layout: Layout) -> bool:
-    return layout.tp > 1 or layout.pp > 1 or layout.ep > 1
+def _export_step(plan: Plan) -> Step:
+    run, engine = plan.run_dir, "megatron" if is_megatron(plan.layout) else "fsdp"
+    argv = ["python", f"{run}/job/export.py", f"{run}/checkpoints", engine, f"{run}/export"]
+    newest = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
+    return Step(name="export", argv=argv, environment=environment_name(plan.recipe), inputs=[newest], output=f"{run}/export")
 
 
 def _objective_rules(recipe: Recipe) -> list[Rule]:
@@ -155,8 +122,8 @@ def _objective_rules(recipe: Recipe) -> list[Rule]:
 
 
 def _setting_rules(recipe: Recipe) -> list[Rule]:
-    checkpoint, optim, tuning = recipe.checkpoint, recipe.optim, recipe.tuning
-    rules = [
+    optim = recipe.optim
+    return [
         only(recipe.model.init == "random", "model.init", "pretrained", "start from random weights", "随机初始化"),
         only(recipe.model.dtype == "float32", "model.dtype", "bfloat16", "training in float32", " float32 训练"),
         only(recipe.data.eval_fraction > 0, "data.eval_fraction", 0.0, "share held out; name data.eval", "留出比例（请写 data.eval）"),
@@ -168,7 +135,6 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
             f" {optim.schedule} 调度",
         ),
         only(optim.eps != 1e-8, "optim.eps", 1e-8, "choice of eps", " eps 选择"),
-        (checkpoint.every.unit != "steps", "checkpoint.every", "saves every N steps; write steps", "按步保存；请写 steps", "500 steps"),
         (recipe.output.eval_every.unit != "steps", "output.eval_every", "evaluates every N steps", "按步评估；请写 steps", "100 steps"),
         (recipe.duration.unit == "tokens", "duration", "write steps or epochs", "请写 steps 或 epochs", "1 epochs"),
         (
@@ -179,20 +145,49 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
             None,
         ),
         only(recipe.output.dtype not in ("auto", "bfloat16"), "output.dtype", "auto", "choice of the exported dtype", "导出精度选择"),
+        *_checkpoint_rules(recipe),
+        *(_lora_rules(recipe.tuning) if isinstance(recipe.tuning, Lora) else []),
     ]
-    if isinstance(tuning, Lora):
-        rules += [
-            only(tuning.dropout > 0, "tuning.dropout", 0.0, "dropout in adapters", "适配器 dropout"),
-            only(tuning.rslora, "tuning.rslora", False, "rank-stabilised scaling", " rslora"),
-            only(tuning.dora, "tuning.dora", False, "DoRA", " DoRA"),
-            only(tuning.adapter is not None, "tuning.adapter", None, "going on from a saved adapter", "从已有适配器继续"),
-            only(tuning.alpha != int(tuning.alpha), "tuning.alpha", 16.0, "fraction in alpha", "小数 alpha"),
-        ]
-    return rules
+
+
+def _checkpoint_rules(recipe: Recipe) -> list[Rule]:
+    every, resume = recipe.checkpoint.every, recipe.checkpoint.resume
+    return [
+        (every.unit != "steps", "checkpoint.every", "saves every N steps; write steps", "按步保存；请写 steps", "500 steps"),
+        (
+            resume not in ("auto", "none") and "global_step_" not in resume,
+            "checkpoint.resume",
+            f"a checkpoint of verl is a folder global_step_N, which '{resume}' is not; write its path",
+            f"verl 的检查点是 global_step_N 文件夹，'{resume}' 不是；请写其路径",
+            "auto",
+        ),
+    ]
+
+
+def _lora_rules(lora: Lora) -> list[Rule]:
+    return [
+        only(lora.rank > MOST_RANK, "tuning.rank", MOST_RANK, f"rank above {MOST_RANK} (vLLM)", f" {MOST_RANK} 以上的秩（vLLM）"),
+        only(lora.dropout > 0, "tuning.dropout", 0.0, "dropout in adapters", "适配器 dropout"),
+        only(lora.rslora, "tuning.rslora", False, "rank-stabilised scaling", " rslora"),
+        only(lora.dora, "tuning.dora", False, "DoRA", " DoRA"),
+        only(lora.adapter is not None, "tuning.adapter", None, "going on from a saved adapter", "从已有适配器继续"),
+        only(lora.alpha != int(lora.alpha), "tuning.alpha", 16.0, "fraction in alpha", "小数 alpha"),
+    ]
+
+
+def _tool_rules(recipe: Recipe, card: ModelCard) -> list[Rule]:
+    """Calls of tools are read from the text of an answer: verl must know how the model writes them."""
+    objective = recipe.objective
+    if not isinstance(objective, PolicyGradient) or objective.multi_turn is None:
+        return []
+    unknown = card.family not in TOOL_FORMATS and TOOL_FORMAT not in recipe.extra
+    text = f"how {card.name} writes calls of tools is not known; name verl's parser: extra: {{{TOOL_FORMAT}: hermes}}"
+    return [(unknown, "objective.multi_turn", text, f"不清楚 {card.name} 的工具调用格式；请写 extra: {{{TOOL_FORMAT}: hermes}}", None)]
 
 
 def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
-    megatron, lora = _megatron(layout), isinstance(recipe.tuning, Lora)
+    spec, lora = recipe.layout, isinstance(recipe.tuning, Lora)
+    megatron = is_megatron(layout) or any(degree not in ("auto", 1) for degree in (spec.tp, spec.pp, spec.ep))
     return [
         only(layout.ring > 1 and not megatron, "layout.ring", 1, "ring under FSDP", "FSDP 下的 ring"),
         only(layout.vpp > 1 and not megatron, "layout.vpp", 1, "virtual pipeline under FSDP", "FSDP 下的虚拟流水线"),
@@ -201,7 +196,7 @@ def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
         only(layout.zero != (1 if megatron else 3), "layout.zero", 1 if megatron else 3, f"zero {layout.zero}", f" zero {layout.zero}"),
         only(lora and megatron, "tuning", "full", "LoRA under Megatron here", "Megatron 下的 LoRA"),
         schedule_rule(layout, "1f1b", *(("interleaved",) if megatron and layout.vpp > 1 else ())),
-        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward", "restarts"),
+        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward"),
         only(
             layout.recompute in ("norm", "selective"),
             "layout.recompute",
@@ -215,154 +210,6 @@ def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
         only(layout.reuse_params, "layout.reuse_params", False, "sharing of weights with their masters", "参数副本复用"),
         only(layout.sp and not megatron, "layout.sp", "auto", "sequence parallelism under FSDP", "FSDP 下的序列并行"),
     ]
-
-
-def _derived(recipe: Recipe, layout: Layout) -> Overrides:
-    """What the recipe and the layout say, under verl's names."""
-    seq_len, prompts = recipe.data.seq_len, recipe.batch.global_size
-    values: Overrides = {
-        "algorithm.adv_estimator": "gae" if isinstance(recipe.objective, Ppo) else "grpo",
-        "algorithm.use_kl_in_reward": False,
-        "data.train_batch_size": prompts,
-        "data.max_prompt_length": prompt_tokens(recipe),
-        "data.max_response_length": seq_len - prompt_tokens(recipe),
-        "data.shuffle": recipe.data.shuffle,
-        "data.seed": recipe.seed,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
-        "actor_rollout_ref.actor.use_dynamic_bsz": True,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": max(seq_len, 8192),
-        "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": True,
-        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
-        "actor_rollout_ref.rollout.max_num_batched_tokens": max(seq_len, 8192),
-        "actor_rollout_ref.model.enable_gradient_checkpointing": layout.recompute == "full",
-        **_optimizer(recipe, _megatron(layout)),
-        **_engine(recipe, layout),
-        **_saving(recipe),
-    }
-    match recipe.objective:
-        case Grpo():
-            values |= _KL
-        case Dapo():
-            values |= _SOFT_OVERLONG
-        case Ppo():
-            values |= _PPO | {"actor_rollout_ref.rollout.n": 1}
-    match recipe.tuning:
-        case Lora() as lora:
-            targets = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
-            values |= {
-                "actor_rollout_ref.model.lora_rank": lora.rank,
-                "actor_rollout_ref.model.lora_alpha": int(lora.alpha),
-                "actor_rollout_ref.model.target_modules": targets,
-                "actor_rollout_ref.rollout.load_format": "safetensors",
-            }
-        case Full():
-            pass
-    return values
-
-
-def _optimizer(recipe: Recipe, megatron: bool) -> Overrides:
-    optim = recipe.optim
-    values: Overrides = {
-        "actor_rollout_ref.actor.optim.lr": optim.lr,
-        "actor_rollout_ref.actor.optim.weight_decay": optim.weight_decay,
-        "actor_rollout_ref.actor.optim.betas": [optim.beta1, optim.beta2],
-        "actor_rollout_ref.actor.optim.clip_grad": optim.max_grad_norm,
-    }
-    part = "actor_rollout_ref.actor.optim"
-    if megatron:
-        values |= {f"{part}.lr_decay_style": optim.schedule, f"{part}.min_lr": optim.lr * optim.min_lr_ratio}
-    else:
-        values |= {f"{part}.lr_scheduler_type": optim.schedule, f"{part}.min_lr_ratio": optim.min_lr_ratio}
-    steps = optim.warmup.unit == "steps"
-    name = "lr_warmup_steps" if steps else "lr_warmup_steps_ratio"
-    return values | {f"{part}.{name}": int(optim.warmup.amount) if steps else optim.warmup.amount}
-
-
-def _engine(recipe: Recipe, layout: Layout) -> Overrides:
-    if not _megatron(layout):
-        return {
-            "actor_rollout_ref.actor.strategy": "fsdp2",
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size": layout.ulysses,
-            "actor_rollout_ref.actor.fsdp_config.fsdp_size": layout.shard if layout.replicate > 1 else -1,
-            "actor_rollout_ref.actor.fsdp_config.optimizer_offload": layout.offload_optimizer,
-            "actor_rollout_ref.model.enable_activation_offload": layout.offload_activations,
-        }
-    part = "actor_rollout_ref.actor.megatron"
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    recompute = {f"{part}.override_transformer_config.{name}": value for name, value in full.items()}
-    return (recompute if layout.recompute == "full" else {}) | {
-        "actor_rollout_ref.actor.strategy": "megatron",
-        f"{part}.tensor_model_parallel_size": layout.tp,
-        f"{part}.pipeline_model_parallel_size": layout.pp,
-        f"{part}.virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        f"{part}.context_parallel_size": layout.ring,
-        f"{part}.expert_model_parallel_size": layout.ep,
-        f"{part}.sequence_parallel": layout.sp,
-        f"{part}.optimizer_offload": layout.offload_optimizer,
-    }
-
-
-def _saving(recipe: Recipe) -> Overrides:
-    checkpoint, steps = recipe.checkpoint, num_steps(recipe) if recipe.duration.unit == "steps" else None
-    values: Overrides = {
-        "trainer.logger": ["console"],
-        "trainer.project_name": "ascendfactory",
-        "trainer.experiment_name": recipe.name,
-        "trainer.save_freq": int(checkpoint.every.amount),
-        "trainer.test_freq": int(recipe.output.eval_every.amount) if recipe.data.eval else -1,
-        "trainer.max_actor_ckpt_to_keep": checkpoint.keep,
-        "trainer.total_epochs": int(recipe.duration.amount) if steps is None else 1000000,
-        "trainer.total_training_steps": steps,
-        "trainer.resume_mode": "auto",
-    }
-    if checkpoint.resume not in ("auto", "none"):
-        values |= {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": checkpoint.resume}
-    return values
-
-
-_PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "trainer.default_local_dir", "trainer.nnodes")
-
-
-def overrides(plan: Plan) -> Overrides:
-    """Every override of a run; `extra` changes only what no recipe key says.
-
-    Raises:
-        ValueError: a name that verl's own configuration does not have.
-    """
-    recipe, run, cluster = plan.recipe, plan.run_dir, plan.cluster
-    values = DEFAULTS | _derived(recipe, plan.layout)
-    values |= {
-        "data.train_files": f"{run}/data/train.parquet",
-        "data.val_files": f"{run}/data/{'eval' if recipe.data.eval else 'train'}.parquet",
-        "actor_rollout_ref.model.path": recipe.model.path,
-        "trainer.default_local_dir": f"{run}/checkpoints",
-        "trainer.nnodes": cluster.nodes,
-        "trainer.n_gpus_per_node": cluster.nproc,
-        "trainer.device": cluster.device.kind,
-    }
-    placement = plan.placement
-    values["actor_rollout_ref.rollout.tensor_model_parallel_size"] = placement.rollout_tp if placement else 1
-    values["actor_rollout_ref.rollout.gpu_memory_utilization"] = round(placement.kv_share, 2) if placement and placement.kv_share else 0.5
-    if isinstance(recipe.objective, Ppo):
-        values |= {"critic.model.path": recipe.model.path, "critic.strategy": "megatron" if _megatron(plan.layout) else "fsdp2"}
-    values |= recipe.extra
-    known = _known(recipe, plan.layout)
-    if wrong := check_options({name: value for name, value in values.items() if not isinstance(value, list)}, known):
-        raise ValueError("; ".join(f"{name}: {en}" for name, en, _ in wrong))
-    return values
-
-
-def _text(value: Any) -> str:
-    """A value as Hydra reads it."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value)
-        case list():
-            return "[" + ",".join(_text(item) for item in value) + "]"
-        case _:
-            return str(value)
 
 
 def _variables(plan: Plan) -> dict[str, str]:

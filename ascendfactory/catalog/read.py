@@ -52,7 +52,8 @@ def find_card(name_or_folder: str) -> ModelCard:
         folder = folder.parent
     if folder.is_dir():
         return _folder_card(folder)
-    if (card := _named_card(name_or_folder)) is not None:
+    # a folder of another machine is planned by its name; training looks for it again
+    if (card := _named_card(name_or_folder) or _named_card(folder.name)) is not None:
         return card
     if name_or_folder.startswith((".", "~", os.sep)):
         raise UserError("model.path", f"no such folder: {name_or_folder}", f"没有这个文件夹：{name_or_folder}")

@@ -25,6 +25,7 @@ VERBS = {
     "config": Verb("ascendfactory.cli.config:config", "write a commented starter recipe", "写一份带注释的入门配方"),
     "plan": Verb("ascendfactory.cli.plan:plan", "show how a recipe will run, and why", "查看配方将如何运行及原因"),
     "train": Verb("ascendfactory.cli.train:train", "run a recipe; the same command resumes it", "运行配方；再次执行即断点续训"),
+    "submit": Verb("ascendfactory.cli.submit:submit", "hand a recipe to Slurm or Kubernetes", "将配方提交到 Slurm 或 Kubernetes"),
     "data": Verb("ascendfactory.cli.data:app", "look at samples as the model will see them", "查看模型实际看到的样本"),
     "runs": Verb("ascendfactory.cli.runs:app", "list, show and compare runs", "列出、查看、比较训练"),
     "compare": Verb("ascendfactory.cli.compare:compare", "one recipe on two engines, step beside step", "在两个引擎上逐步对比同一配方"),
@@ -37,6 +38,8 @@ VERBS = {
     "migrate": Verb("ascendfactory.cli.legacy:migrate", "turn a YAML of AscendFactory 6.5 into a recipe", "将 6.5 版 YAML 转为配方"),
     "doctor": Verb("ascendfactory.cli.doctor:doctor", "check this machine", "检查本机环境"),
 }
+
+_FORMER = {"performance": "runs compare", "accuracy": "compare"}  # verbs of AscendFactory 6.5 → what does it now
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -72,7 +75,7 @@ def _dispatch(argv: list[str]) -> int:
         print(f"ascendfactory {__version__}")
         return 0
     if argv[0] not in VERBS:
-        guess = nearest(argv[0], VERBS) or "--help"
+        guess = _FORMER.get(argv[0]) or nearest(argv[0], VERBS) or "--help"
         raise UserError(
             "",
             f"no command '{argv[0]}'; did you mean 'ascendfactory {guess}'?",
@@ -92,7 +95,7 @@ def _call(name: str, arguments: list[str]) -> int:
     else:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         # Settings of the recipe (`--optim.lr=1e-5`) are options that typer does not know: they reach the verb as they are.
-        takes_settings = name in ("train", "plan", "data", "migrate", "compare")
+        takes_settings = name in ("train", "submit", "plan", "data", "migrate", "compare")
         app.command(
             help=pick(verb.en, verb.zh),
             context_settings={

@@ -34,7 +34,7 @@ def config(
     """Write a commented starter recipe."""
     asks = sys.stdin.isatty()
     if backend or af_model_name or exp_name or output_file_path:  # as AscendFactory 6.5 is called
-        from ascendfactory.cli.legacy import old_config
+        from ascendfactory.cli.old_config import old_config
 
         old_config(backend, af_model_name, exp_name, output_file_path, asks)
         return

@@ -23,10 +23,20 @@ def read_recipe(path: str, arguments: Sequence[str] = (), options: Iterable[str]
     Raises:
         UserError: when there is no such file, or a setting or the recipe is wrong.
     """
-    recipe = load_recipe(read_text(path), settings(arguments, options))
+    text = read_text(path)
+    if is_legacy(text):
+        from ascendfactory.cli.legacy import legacy_recipe
+
+        return legacy_recipe(path, list(arguments))[0]
+    recipe = load_recipe(text, settings(arguments, options))
     if "name" in recipe.model_fields_set or path == "-":
         return recipe
     return recipe.model_copy(update={"name": re.sub(r"[^\w.\-]+", "-", Path(path).stem) or "run"})
+
+
+def is_legacy(text: str) -> bool:
+    """Whether a YAML file is one of AscendFactory 6.5."""
+    return bool(re.search(r"^(backend_config|af_\w+)\s*:", text, re.MULTILINE))
 
 
 def read_text(path: str) -> str:

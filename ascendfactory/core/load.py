@@ -18,7 +18,7 @@ from ascendfactory.core.problems import RecipeError, explain, show
 from ascendfactory.core.recipe import Recipe
 from ascendfactory.core.schema import recipe_schema
 
-__all__ = ["RecipeError", "dump_recipe", "load_recipe", "recipe_schema"]
+__all__ = ["RecipeError", "dump_recipe", "load_recipe", "parse_yaml", "recipe_schema"]
 
 # The scalars of YAML 1.2's core schema, with `1e-5` and `1_000` besides. YAML 1.1, which PyYAML reads by itself,
 # makes `1e-5` text, `no` a boolean, `1:30` a number and `2024-01-01` a date.
@@ -86,7 +86,7 @@ def load_recipe(text: str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: with one line for every problem found.
     """
-    data = _parse(text)
+    data = parse_yaml(text)
     for override in overrides:
         _override(data, override)
     try:
@@ -100,7 +100,12 @@ def dump_recipe(recipe: Recipe) -> str:
     return yaml.dump(recipe.model_dump(mode="python"), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _parse(text: str) -> dict[str, Any]:
+def parse_yaml(text: str) -> dict[str, Any]:
+    """A mapping out of YAML 1.2 text; an empty text is an empty one.
+
+    Raises:
+        RecipeError: broken YAML, a key that is written twice, or something else than a mapping.
+    """
     try:
         data = yaml.load(text, Loader=_Loader)
     except UserError as problem:

@@ -203,6 +203,7 @@ class Placement(Fact):
     rollout_devices: int
     rollout_tp: int
     kv_share: float  # share of a rollout device's memory for the KV cache
+    memory_share: float = 0.5  # the same for all of the rollout engine: its weights and workspace as well
     kv_tokens: int  # tokens that the caches of all rollout devices hold
     rollout_s: float  # predicted time of generation a step
     step_s: float  # predicted time of a step, generation included
@@ -289,6 +290,7 @@ class Job(Fact):
     nproc: int = 1  # processes that argv starts on each node
     before: list[Step] = []
     after: list[Step] = []
+    restarts: int = 0  # how often the launcher starts it again after a failure, on all nodes
     keeps_metrics: bool = False  # the program writes metrics.jsonl itself
 
 

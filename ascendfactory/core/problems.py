@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from ascendfactory.core.fields import ROOT, Node, all_keys, key_node, kind_of
 from ascendfactory.core.messages import UserError, nearest
-from ascendfactory.core.recipe import ClusterSpec, Data, Duration, Model, Warmup
+from ascendfactory.core.recipe import REWARD_FUNCTION, TOOLS_FILE, ClusterSpec, Data, Duration, Model, Warmup
 
 _WRITTEN_FORMS: dict[type[BaseModel], tuple[str, str]] = {
     Duration: ("such as '500 steps', '3 epochs' or '2e9 tokens'", "如 '500 steps'、'3 epochs' 或 '2e9 tokens'"),
@@ -21,6 +21,10 @@ _WRITTEN_FORMS: dict[type[BaseModel], tuple[str, str]] = {
     Model: ("a folder or a model of the catalogue, such as 'model: qwen3-0.6b'", "模型文件夹或目录中的模型名，如 'model: qwen3-0.6b'"),
     Data: ("a file, such as 'data: train.jsonl', or a mapping with the key train", "文件，如 'data: train.jsonl'，或含有键 train 的映射"),
     ClusterSpec: ("such as 'cpu', '8 a100-80g' or '2x8 snt9b'", "如 'cpu'、'8 a100-80g' 或 '2x8 snt9b'"),
+}
+_TEXT_FORMS: dict[str, tuple[str, str]] = {
+    TOOLS_FILE: ("a .py or .yaml file", ".py 或 .yaml 文件"),
+    REWARD_FUNCTION: ("auto, or a function such as 'rewards.py:score'", "auto，或函数，如 'rewards.py:score'"),
 }
 
 
@@ -236,7 +240,10 @@ def _expected_one(node: Node) -> tuple[str, str]:
 
 
 def _expected_text(node: Node) -> tuple[str, str]:
-    if any(getattr(m, "pattern", None) for m in node.metadata):
+    pattern = next((found for m in node.metadata if (found := getattr(m, "pattern", None))), None)
+    if pattern in _TEXT_FORMS:
+        return _TEXT_FORMS[pattern]
+    if pattern:
         return "letters, digits, '.', '_' and '-' only", "仅由字母、数字、'.'、'_'、'-' 组成的文本"
     return "text", "文本"
 

@@ -75,22 +75,92 @@ class Reward(Section):
     kind: Literal["reward"] = "reward"
 
 
-class Grpo(Section):
-    """Group-relative policy optimisation."""
+TOOLS_FILE, REWARD_FUNCTION = r"\.(py|ya?ml)$", r"^(auto|.+\.py:[A-Za-z_]\w*)$"
+
+
+class MultiTurn(Section):
+    """Answers that call tools, read what the tools return, and go on: agents."""
+
+    tools: str = Field(
+        pattern=TOOLS_FILE, description="a Python file whose functions are the tools, or a YAML file that names classes of tools"
+    )
+    max_turns: PositiveInt = Field(5, description="the model speaks at most so often in one conversation")
+
+
+# What settings mean whose defaults differ between objectives.
+_CLIP_HIGH = "new/old probability of a token counts up to 1 + clip_high (clip-higher, arXiv:2503.14476)"
+_KL_COEF = "weight of the divergence from the model at the start (in ppo's reward, in the others' loss); 0 = none is kept"
+_KL_KIND = "estimate of the divergence: k1 log-ratio, k2 half its square, k3 ratio - 1 - log-ratio (joschu.net/blog/kl-approx)"
+_NUM_ANSWERS = "answers drawn for each prompt"
+
+
+class PolicyGradient(Section):
+    """What the reinforcement-learning objectives share: answers are drawn, rewarded, and made more or less likely."""
+
+    num_answers: PositiveInt = Field(8, description=_NUM_ANSWERS)
+    max_prompt_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto", description="longest prompt; the answer has the rest of data.seq_len; auto = a quarter of it"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="of the answers that are drawn; 1 = as the model is trained")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="tokens are drawn from the likeliest that make up this probability")
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="new/old probability of a token counts down to 1 - clip_low (PPO's epsilon, arXiv:1707.06347)"
+    )
+    clip_high: Annotated[float, Field(gt=0)] = Field(0.2, description=_CLIP_HIGH)
+    kl_coef: Annotated[float, Field(ge=0)] = Field(0.0, description=_KL_COEF)
+    kl_kind: Literal["k1", "k2", "k3"] = Field("k3", description=_KL_KIND)
+    entropy_coef: Annotated[float, Field(ge=0)] = Field(0.0, description="weight of the entropy bonus in the loss")
+    reward: str = Field(
+        "auto",
+        pattern=REWARD_FUNCTION,
+        description="auto = the engine's own rule for the record's data_source; or file.py:function, a function of your own",
+    )
+    off_policy_steps: Literal[0, 1] = Field(
+        0, description="0: devices generate and train by turns; 1: some only generate, for the next step, while the others train"
+    )
+    multi_turn: Annotated[MultiTurn | None, short_form("tools")] = Field(
+        None, description="tools that answers may call; short form: the file of tools"
+    )
+
+    def prompt_tokens(self, seq_len: int) -> int:
+        """Tokens that a prompt may fill in a row of `seq_len` tokens; the answer has the rest."""
+        return seq_len // 4 if self.max_prompt_tokens == "auto" else self.max_prompt_tokens
+
+    def own_files(self) -> list[tuple[str, str]]:
+        """(recipe key, path) of the person's own code that a run reads."""
+        tools = [("objective.multi_turn.tools", self.multi_turn.tools)] if self.multi_turn else []
+        return [*([] if self.reward == "auto" else [("objective.reward", self.reward.rpartition(":")[0])]), *tools]
+
+
+class Grpo(PolicyGradient):
+    """Group-relative policy optimisation (arXiv:2402.03300)."""
 
     kind: Literal["grpo"] = "grpo"
+    num_answers: Annotated[int, Field(ge=2)] = Field(8, description=_NUM_ANSWERS)
+    kl_coef: Annotated[float, Field(ge=0)] = Field(0.001, description=_KL_COEF)
 
 
-class Dapo(Section):
-    """Decoupled clip and dynamic sampling policy optimisation."""
+class Dapo(PolicyGradient):
+    """Decoupled clip and dynamic sampling policy optimisation (arXiv:2503.14476)."""
 
     kind: Literal["dapo"] = "dapo"
+    num_answers: Annotated[int, Field(ge=2)] = Field(8, description=_NUM_ANSWERS)
+    clip_high: Annotated[float, Field(gt=0)] = Field(0.28, description=_CLIP_HIGH)
+    dynamic_sampling: bool = Field(True, description="prompts whose answers are all equally good or bad are replaced by others")
+    overlong_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="an answer's last tokens, in which its reward falls by up to 1; 0 = never; auto = a fifth of the answer"
+    )
 
 
-class Ppo(Section):
-    """Proximal policy optimisation."""
+class Ppo(PolicyGradient):
+    """Proximal policy optimisation with a critic (arXiv:1707.06347)."""
 
     kind: Literal["ppo"] = "ppo"
+    num_answers: PositiveInt = Field(1, description=_NUM_ANSWERS)
+    kl_kind: Literal["k1", "k2", "k3"] = Field("k1", description=_KL_KIND)
+    critic_lr: Annotated[float, Field(gt=0)] = Field(1e-5, description="peak learning rate of the critic")
+    gamma: Fraction = Field(1.0, description="discount of later rewards")
+    gae_lambda: Fraction = Field(1.0, description="bias against variance of the advantage (GAE, arXiv:1506.02438); 1 = no bias")
 
 
 Objective = Annotated[Annotated[Pretrain | Sft | Dpo | Reward | Grpo | Dapo | Ppo, Field(discriminator="kind")], short_form("kind")]
@@ -165,7 +235,7 @@ class Data(Section):
 class Batch(Section):
     """How many rows one optimizer step sees, over all devices."""
 
-    global_size: PositiveInt = Field(8, description="rows an optimizer step; a packed row counts as one")
+    global_size: PositiveInt = Field(8, description="rows an optimizer step; a packed row counts as one; of grpo, dapo and ppo: prompts")
     micro_size: PositiveInt | Literal["auto"] = Field("auto", description="rows a device computes at once")
 
 
@@ -342,3 +412,9 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     output: Annotated[Output, short_form("dir")] = Output()
     seed: Annotated[int, Field(ge=0)] = 42
+
+    @property
+    def rows_a_step(self) -> int:
+        """Rows that an optimizer step trains: of reinforcement learning every answer of every prompt."""
+        answers = self.objective.num_answers if isinstance(self.objective, PolicyGradient) else 1
+        return self.batch.global_size * answers

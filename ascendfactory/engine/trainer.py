@@ -197,10 +197,10 @@ def start(run: Run) -> None:
 
 
 def _where_from(run: Run) -> tuple[Path | None, list[str]]:
-    """The checkpoint to go on from, and damaged ones. What torchrun starts again after losing a process takes the newest of its own,
-    whatever the first start was told."""
+    """The checkpoint to go on from, and damaged ones. What torchrun, or the launcher, starts again after losing a process takes the newest
+    of its own, whatever the first start was told."""
     resume = run.plan.recipe.checkpoint.resume
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    if any(int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "ASCENDFACTORY_RESTART")):
         newest, damaged = run.checkpoints.find("auto")
         if newest or resume == "none":
             return newest, damaged

@@ -24,10 +24,10 @@ from ascendfactory.launch.causes import Check, Rows, all_checks, rows_of
 from ascendfactory.launch.chart import Line as Curve
 from ascendfactory.launch.chart import svg_chart
 from ascendfactory.launch.environments import require_environment
-from ascendfactory.launch.local import INTERRUPTED, Event
 from ascendfactory.launch.runs import read_metrics
 from ascendfactory.launch.start import start
 from ascendfactory.launch.style import CSS
+from ascendfactory.launch.watch import INTERRUPTED, Event
 
 ROWS_VARIABLE = "ASCENDFACTORY_TRAINED_ROWS"  # a back end's program writes the rows that it trains on into this file
 ROWS_FILE = "trained_rows.jsonl"

@@ -131,12 +131,25 @@ def restart_event(rank: int, code: int, run_dir: Path) -> dict[str, Any]:
     """The event that tells that a rank was lost and torchrun starts all of them again."""
     code = code if code >= 0 else 128 - code
     en, zh = _how_it_ended(rank, code, run_dir)
-    return {
+    return again({"code": code, "rank": rank, "text_en": en, "text_zh": zh})
+
+
+def again(event: dict[str, Any]) -> dict[str, Any]:
+    """A failure after which the launcher starts the job anew."""
+    en, zh = event["text_en"], event["text_zh"]
+    return event | {
         "kind": "restart",
-        "code": code,
-        "rank": rank,
         "text_en": f"{en}; starting again from the newest checkpoint",
         "text_zh": f"{zh}；将从最新的检查点重新启动",
+    }
+
+
+def on_node(event: dict[str, Any], node: int, host: str) -> dict[str, Any]:
+    """A failure, with the node on which it happened."""
+    return event | {
+        "node": node,
+        "text_en": f"node {node} ({host}): {event['text_en']}",
+        "text_zh": f"节点 {node}（{host}）：{event['text_zh']}",
     }
 
 

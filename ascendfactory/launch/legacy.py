@@ -9,71 +9,92 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
-import yaml
+from ascendfactory.core.load import parse_yaml
+from ascendfactory.core.messages import UserError, nearest
+from ascendfactory.core.recipe import ClusterSpec
+from ascendfactory.launch import legacy_llamafactory, legacy_mindspeed, legacy_verl
+from ascendfactory.launch.devices import detect
+from ascendfactory.launch.migration import Migration, Tree, flat, mapping, whole
 
-from ascendfactory.core.messages import UserError, pick
-from ascendfactory.launch.legacy_options import LLAMAFACTORY, MEGATRON, VERL, Rule
-
-Tree = dict[str, Any]
-_REFERENCE = re.compile(r"\$\{([\w.\-]+)\}")
-BACKENDS = {
-    "mindspeed-llm": "mindspeed_llm",
-    "llamafactory": "llamafactory",
-    "verl": "verl",
-    "mindspeed-rl": "mindspeed_rl",
-    "mindspeed-mm": "mindspeed_mm",
+READERS: dict[str, tuple[tuple[str, ...], Callable[[Tree, Migration, int], None]]] = {  # sections of backend_config, and who reads them
+    "mindspeed-llm": (legacy_mindspeed.LLM_SECTIONS, legacy_mindspeed.read_mindspeed_llm),
+    "llamafactory": (legacy_llamafactory.SECTIONS, legacy_llamafactory.read_llamafactory),
+    "verl": (legacy_verl.SECTIONS, legacy_verl.read_verl),
+    "mindspeed-rl": (legacy_mindspeed.RL_SECTIONS, legacy_mindspeed.read_mindspeed_rl),
+    "mindspeed-mm": (legacy_mindspeed.MM_SECTIONS, legacy_mindspeed.read_mindspeed_mm),
 }
-
-
-@dataclass
-class Migration:
-    """A recipe as a tree, and what a person should know of how it came about."""
-
-    recipe: Tree
-    notes: list[str] = field(default_factory=list)  # what changed, one line each
-
-    def put(self, path: str, value: Any) -> None:
-        """Sets a dotted recipe key."""
-        *groups, last = path.split(".")
-        holder = self.recipe
-        for group in groups:
-            holder = holder.setdefault(group, {})
-        holder[last] = value
-
-    def note(self, en: str, zh: str) -> None:
-        """Remembers one line."""
-        self.notes.append(pick(en, zh))
-
-
-def is_legacy(text: str) -> bool:
-    """Whether a YAML file is of the old kind."""
-    return bool(re.search(r"^(backend_config|af_\w+)\s*:", text, re.MULTILINE))
+BACKENDS = {name: name.replace("-", "_") for name in READERS}
+_REFERENCE = re.compile(r"\$\{([^}]*)\}")
+_TOP = ("af_model_name", "af_output_dir", "af_backend", "backend", "exp_name", "env", "backend_config")
+_DEVICES_A_NODE = 8  # of Snt9b; a node of Snt9b23 has 16 DIE, each of which counts as one device
 
 
 def read_legacy(text: str, overrides: Sequence[str] = ()) -> Tree:
-    """The file with overrides (`--env.NNODES=2`, `--any.key=value`) and references filled in.
+    """The file with overrides (`--env.NNODES=2`, `--any.key=value`, `--load=DIR`) and references filled in.
 
     Raises:
-        UserError: broken YAML, an unknown reference, or a circle of references.
+        UserError: broken YAML, a section that is none, an override without a place, an unknown reference, or a circle of them.
     """
-    try:
-        tree = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise UserError("", f"not YAML: {line}", f"YAML 格式有误：{line}") from None
-    if not isinstance(tree, dict):
-        raise UserError("", "the file is not a mapping", "文件应为映射")
-    for override in overrides:
-        path, equals, value = override.removeprefix("--").partition("=")
-        if not equals:
-            raise UserError(override, "an override is written --key=value", "覆盖项写作 --键=值")
-        _set(tree, path.split("."), yaml.safe_load(value))
-    resolved: Tree = _resolved(tree, tree, ())
+    tree = _plain_keys(parse_yaml(text))
+    for word in overrides:
+        path, value = _pair(word)
+        _set(tree, _override_keys(path, tree, word), parse_yaml(f"value: {value}")["value"])
+    for key, value in mapping(_required(tree, "backend_config"), "backend_config").items():
+        if key != legacy_verl.COLLECTOR:
+            mapping(value, f"backend_config.{key}")
+    _required(tree, "af_model_name")
+    resolved: Tree = _resolved(tree, tree, "", ())
     return resolved
+
+
+def environment(tree: Tree) -> dict[str, str]:
+    """The variables of `env`: what AscendFactory 6.5 set before it started anything.
+
+    Raises:
+        UserError: `env` is no mapping.
+    """
+    return {str(name): str(value) for name, value in mapping(tree.get("env"), "env").items() if value is not None}
+
+
+def _plain_keys(node: Any) -> Any:
+    """Keys as text, without the `+` that adds one."""
+    if isinstance(node, dict):
+        return {str(key).lstrip("+"): _plain_keys(value) for key, value in node.items()}
+    return [_plain_keys(item) for item in node] if isinstance(node, list) else node
+
+
+def _pair(word: str) -> tuple[str, str]:
+    """`--key=value` as key and value."""
+    if not word.startswith("--"):
+        en = "unexpected; the form is 'train FILE --key=value' (that of 'train FILE MODEL EXPERIMENT' ended with release 6.5.902)"
+        raise UserError(word, en, "多余的参数；写法为 'train 文件 --键=值'（'train 文件 模型 实验' 的写法止于 6.5.902）")
+    path, equals, value = word[2:].partition("=")
+    if not equals:
+        raise UserError(word, f"needs a value: {word}=...", f"缺少值：{word}=...")
+    return path, value
+
+
+def _override_keys(path: str, tree: Tree, word: str) -> list[str]:
+    """The keys from the top of the file; a bare flag such as `load` is one of the trainer's.
+
+    Raises:
+        UserError: the key starts nowhere (with the nearest key of the file).
+    """
+    keys = [key.lstrip("+") for key in path.split(".")]
+    if keys[0] in _TOP or keys[0].startswith("af_"):
+        return keys
+    sections = mapping(tree.get("backend_config"), "backend_config")
+    if len(keys) == 1 and isinstance(sections.get("training"), dict):
+        return ["backend_config", "training", *keys]
+    known = flat(tree)
+    found = next((key for key in known if key.endswith(f".{path}")), None) or nearest(path, known)
+    guess = found or (f"backend_config.{path}" if keys[0] in sections else "backend_config.training.lr")
+    raise UserError(
+        word, f"no such key; write it from the top of the file, such as --{guess}=...", f"没有这个键；请从文件顶层写起，如 --{guess}=..."
+    )
 
 
 def _set(tree: Tree, keys: list[str], value: Any) -> None:
@@ -86,271 +107,155 @@ def _set(tree: Tree, keys: list[str], value: Any) -> None:
     tree[last] = value
 
 
-def _resolved(node: Any, root: Tree, seen: tuple[str, ...]) -> Any:
+def _resolved(node: Any, root: Tree, place: str, seen: tuple[str, ...]) -> Any:
+    """A value with its references filled in.
+
+    Args:
+        place: the key that holds it, for messages.
+        seen: the references on the way here.
+    """
     if isinstance(node, dict):
-        return {str(key).removeprefix("+"): _resolved(value, root, seen) for key, value in node.items()}
+        return {key: _resolved(value, root, f"{place}.{key}" if place else key, seen) for key, value in node.items()}
     if isinstance(node, list):
-        return [_resolved(item, root, seen) for item in node]
+        return [_resolved(item, root, place, seen) for item in node]
     if not isinstance(node, str):
         return node
-    whole = _REFERENCE.fullmatch(node)
-    if whole:
-        return _reference(whole[1], root, seen)
-    return _REFERENCE.sub(lambda found: str(_reference(found[1], root, seen)), node)
+    whole_value = _REFERENCE.fullmatch(node)
+    if whole_value:
+        return _reference(whole_value[1], root, place, seen)
+    return _REFERENCE.sub(lambda found: str(_reference(found[1], root, place, seen)), node)
 
 
-def _reference(path: str, root: Tree, seen: tuple[str, ...]) -> Any:
+def _reference(path: str, root: Tree, place: str, seen: tuple[str, ...]) -> Any:
     if path in seen:
         circle = " → ".join((*seen, path))
-        raise UserError(path, f"the references form a circle: {circle}", f"引用成环：{circle}")
+        raise UserError(place, f"the references form a circle: {circle}", f"引用成环：{circle}")
     node: Any = root
     for key in path.split("."):
         if not isinstance(node, dict) or key not in node:
-            raise UserError(path, f"${{{path}}} refers to a key that is not there", f"${{{path}}} 引用的键不存在")
+            guess = nearest(path, flat(root))
+            hint, hint_zh = (f"; did you mean ${{{guess}}}?", f"，是否想写 ${{{guess}}}？") if guess else ("", "")
+            raise UserError(place, f"${{{path}}} refers to a key that is not there{hint}", f"${{{path}}} 引用的键不存在{hint_zh}")
         node = node[key]
-    return _resolved(node, root, (*seen, path))
+    return _resolved(node, root, place, (*seen, path))
 
 
-def migrate(tree: Tree) -> Migration:
+def migrate(tree: Tree, given: ClusterSpec | None = None) -> Migration:
     """The recipe that an old file stands for.
 
+    Args:
+        tree: from `read_legacy`.
+        given: the devices, where they are said beside the file.
+
     Raises:
-        UserError: the back end cannot be told, or a mandatory value is missing.
+        UserError: the back end cannot be told, a section is unknown, or a mandatory option is missing or wrong.
     """
-    sections = tree.get("backend_config")
-    if not isinstance(sections, dict):
-        raise UserError("backend_config", "is missing; this is no AscendFactory YAML", "缺失；这不是 AscendFactory 的 YAML")
-    name = tree.get("af_backend") or tree.get("backend") or _guess(sections)
-    if name not in BACKENDS:
-        names = ", ".join(BACKENDS)
-        raise UserError("af_backend", f"'{name}' is no back end; write one of {names}", f"'{name}' 不是后端；可写 {names}")
-    found = Migration({"backend": BACKENDS[name]})
-    model = str(tree.get("af_model_name") or "run")
-    found.put("name", re.sub(r"[^\w.\-]", "-", model))
+    sections, model = tree["backend_config"], str(tree["af_model_name"])
+    name = _backend(tree, sections)
+    _check_sections(sections, name)
+    found = Migration({"name": re.sub(r"[^\w.\-]", "-", model), "backend": BACKENDS[name]})
     if tree.get("af_output_dir"):
-        found.put("output.dir", str(tree["af_output_dir"]))
-    _READERS[name](dict(sections), found)
-    _environment(tree.get("env") or {}, found)
+        found.put("output.dir", str(tree["af_output_dir"]), "af_output_dir")
+    num_devices = _cluster(tree, sections, given, found)
+    READERS[name][1](sections, found, num_devices)
+    _tell_environment(tree, found)
     for key in tree:
-        if key not in ("backend_config", "env", "af_backend", "backend", "af_model_name", "af_output_dir", "exp_name"):
-            found.note(f"{key}: has no meaning now; dropped", f"{key}：已无意义，删去")
+        if key not in _TOP and not key.startswith("af_"):
+            found.note(f"{key}: has no meaning now; left out", f"{key}：已无意义，删去")
+    path = str(found.recipe.get("model", {}).get("path", ""))
+    if not Path(path).expanduser().is_dir():
+        found.note(f"model.path: {path} is not on this machine; planned by its name", f"model.path：本机没有 {path}；按其名称规划")
+    found.close()
     return found
 
 
+def _required(tree: Tree, key: str) -> Any:
+    if tree.get(key):
+        return tree[key]
+    guess = nearest(key, [other for other in tree if other not in _TOP])
+    hint, hint_zh = (f"; did you mean it by '{guess}'?", f"；'{guess}' 是否就是它？") if guess else ("", "")
+    what = {"af_model_name": ("write the model, such as qwen2.5-7b", "请写模型，如 qwen2.5-7b")}
+    en, zh = what.get(key, ("this is no AscendFactory YAML", "这不是 AscendFactory 的 YAML"))
+    raise UserError(key, f"is missing{hint or f'; {en}'}", f"缺失{hint_zh or f'；{zh}'}")
+
+
+def _backend(tree: Tree, sections: Tree) -> str:
+    name = str(tree.get("af_backend") or tree.get("backend") or _guess(sections))
+    if name not in BACKENDS:
+        names = ", ".join(BACKENDS)
+        guess = nearest(name, BACKENDS)
+        hint, hint_zh = (f"did you mean {guess}?", f"是否想写 {guess}？") if guess else (f"write one of {names}", f"可写 {names}")
+        raise UserError("af_backend", f"'{name}' is no back end; {hint}", f"'{name}' 不是后端；{hint_zh}")
+    return name
+
+
 def _guess(sections: Tree) -> str:
-    """The back end, by the sections that only it has."""
+    """The back end, by the sections and the spelling that only it has."""
     if "actor_rollout_ref" in sections:
         return "verl"
     if "megatron_training" in sections:
         return "mindspeed-rl"
-    training = sections.get("training") or {}
-    if "model_name_or_path" in training:
-        return "llamafactory"
     if "data" in sections or "model" in sections:
         return "mindspeed-mm"
-    return "mindspeed-llm"
+    if {"preprocess_data", "convert_ckpt_hf2mg", "convert_ckpt_mg2hf"} & set(sections):
+        return "mindspeed-llm"
+    training = sections.get("training")
+    return "mindspeed-llm" if isinstance(training, dict) and any("-" in str(key) for key in training) else "llamafactory"
 
 
-def _environment(env: Tree, found: Migration) -> None:
-    """The launch variables: the number of nodes is the recipe's, addresses are the launcher's."""
-    nodes = int(env.get("NNODES", 1) or 1)
-    found.put("cluster", {"device": "auto", "nodes": nodes})
-    for key in ("MASTER_ADDR", "NODE_RANK", "MASTER_PORT"):
-        if str(env.get(key, "")) not in ("", "localhost", "0", "127.0.0.1"):
-            found.note(f"env.{key}: set the variable {key} when launching", f"env.{key}：启动时设环境变量 {key}")
+def _check_sections(sections: Tree, name: str) -> None:
+    known = READERS[name][0]
+    for key in sections:
+        if key not in known:
+            guess = nearest(key, known)
+            all_names = ", ".join(known)
+            hint, hint_zh = (f"did you mean '{guess}'?", f"是否想写 '{guess}'？") if guess else (f"it has {all_names}", f"可用 {all_names}")
+            raise UserError(f"backend_config.{key}", f"{name} has no such section; {hint}", f"{name} 没有这个部分；{hint_zh}")
 
 
-def _apply(options: Tree, rules: dict[str, Rule], found: Migration, section: str) -> Tree:
-    """Moves options that have a recipe key; returns those that have none."""
-    rest = {}
-    for name, value in options.items():
-        if name not in rules:
-            rest[name] = value
-            continue
-        rule = rules[name]
-        if rule is None:
-            found.note(f"{section}{name}: decided by AscendFactory now; dropped", f"{section}{name}：现由 AscendFactory 决定，删去")
-        elif value is not None:
-            key, convert = rule if isinstance(rule, tuple) else (rule, None)
-            found.put(key, convert(value) if convert else value)
-    return rest
+def _cluster(tree: Tree, sections: Tree, given: ClusterSpec | None, found: Migration) -> int:
+    """The devices of the run: those beside the file, else those of this machine, else the Ascend nodes that the file is for.
+
+    Returns:
+        their number, over all nodes.
+    """
+    here = detect()
+    if given is None:
+        env = mapping(tree.get("env"), "env")
+        nodes = whole(env, "NNODES", 1, "env.")
+        a_node = _devices_a_node(env, sections, nodes)
+        given = ClusterSpec(nodes=nodes, nproc=a_node or "auto")
+        if here is None:
+            kind = "snt9b23" if a_node > _DEVICES_A_NODE else "snt9b"
+            given = ClusterSpec(device=kind, nodes=nodes, nproc=a_node or _DEVICES_A_NODE)
+            words = f"{nodes}x{given.nproc} {kind}"
+            found.note(
+                f"cluster: no accelerator here; planned for {words}; for other devices write --cluster='{nodes}x16 snt9b23' or the like",
+                f"cluster：本机没有加速器；按 {words} 规划；其他设备请写 --cluster='{nodes}x16 snt9b23' 等",
+            )
+    found.put("cluster", given.model_dump(exclude_defaults=True) | {"nodes": given.nodes}, "env.NNODES")
+    a_node = given.nproc if given.nproc != "auto" else 1 if given.device == "cpu" else here.num_devices if here else _DEVICES_A_NODE
+    return given.nodes * a_node
 
 
-def _extra(rest: Tree, found: Migration) -> None:
-    given = {name: value for name, value in rest.items() if value is not None}
-    if given:
-        found.put("extra", given)
-        names = ", ".join(given)
-        found.note(f"kept under extra, as the back end spells them: {names}", f"按后端写法保留在 extra：{names}")
+def _devices_a_node(env: Tree, sections: Tree, nodes: int) -> int:
+    """What the file says of the devices of one node; 0 where it says nothing."""
+    if visible := str(env.get("ASCEND_RT_VISIBLE_DEVICES") or ""):
+        return len([part for part in visible.split(",") if part.strip()])
+    trainer, rl = mapping(sections.get("trainer"), "backend_config.trainer"), mapping(sections.get("rl_config"), "backend_config.rl_config")
+    if a_node := trainer.get("n_gpus_per_node"):
+        return whole({"n_gpus_per_node": a_node}, "n_gpus_per_node", 8, "backend_config.trainer.")
+    actor = mapping(rl.get("actor_resource"), "backend_config.rl_config.actor_resource")
+    return whole(actor, "num_npus", 0, "backend_config.rl_config.actor_resource.") // nodes
 
 
-def _llamafactory(sections: Tree, found: Migration) -> None:
-    options = dict(sections.get("training") or {})
-    stage = str(options.pop("stage", "sft"))
-    kinds = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "rm": "reward"}
-    if stage not in kinds:
-        raise UserError(
-            "backend_config.training.stage",
-            f"'{stage}' is not run by this back end; write pt, sft, dpo or rm",
-            f"此后端不支持 '{stage}'；可写 pt、sft、dpo、rm",
-        )
-    found.put("objective", {"kind": kinds[stage]})
-    found.put("tuning", {"kind": "lora" if options.pop("finetuning_type", "full") == "lora" else "full"})
-    if options.pop("train_on_prompt", False) and stage == "sft":
-        found.put("objective.train_on", "all")
-    if options.pop("mask_history", False) and stage == "sft":
-        found.put("objective.train_on", "last")
-    _registered(options, found)
-    accumulation = int(options.pop("gradient_accumulation_steps", 1) or 1)
-    micro = int(options.get("per_device_train_batch_size", 1) or 1)
-    found.put("batch.global_size", accumulation * micro * 8)
-    found.note(
-        f"batch.global_size = {accumulation} x {micro} x 8 devices: the sum over all devices is written now",
-        f"batch.global_size = {accumulation} x {micro} x 8 张卡：现在写全部设备之和",
-    )
-    zero = re.search(r"z(?:ero)?_?([123])", str(options.pop("deepspeed", "") or ""))
-    if zero:
-        found.put("layout.zero", int(zero[1]))
-    rest = _apply(options, LLAMAFACTORY, found, "training.")
-    if stage in ("dpo", "rm"):
-        found.put("data.packing", "dynamic")
-    _extra(rest, found)
-
-
-def _registered(options: Tree, found: Migration) -> None:
-    """Names in dataset_info.json become paths."""
-    folder = PurePosixPath(str(options.pop("dataset_dir", None) or "data"))
-    names = options.pop("dataset", None)
-    if not names:
-        raise UserError("backend_config.training.dataset", "is missing", "缺失")
-    listed = [name.strip() for name in (names if isinstance(names, list) else str(names).split(","))]
-    found.put("data.train", [str(folder / f"{name}.json") for name in listed])
-    found.note(
-        f"data.train: taken as {folder}/<name>.json; no dataset_info.json is needed; mend the paths if the names differ",
-        f"data.train：按 {folder}/<名称>.json 处理；不再需要 dataset_info.json，文件名不同时请修改路径",
-    )
-
-
-def _mindspeed_llm(sections: Tree, found: Migration) -> None:
-    options, prepared = dict(sections.get("training") or {}), dict(sections.get("preprocess_data") or {})
-    source = prepared.get("input") or options.pop("data-path", None)
-    if not source:
-        raise UserError("backend_config.preprocess_data.input", "is missing; write the raw data", "缺失；请写原始数据")
-    if not prepared.get("input"):
+def _tell_environment(tree: Tree, found: Migration) -> None:
+    """Variables are no part of a recipe: only the number of nodes is."""
+    usual = {"MASTER_ADDR": "localhost", "NODE_RANK": "0", "NNODES": None}
+    names = [name for name, value in environment(tree).items() if usual.get(name, "") not in (None, value)]
+    if names:
+        words = ", ".join(f"env.{name}" for name in names)
         found.note(
-            "training.data-path: prepared data cannot be read back; write the raw data in data.train",
-            "training.data-path：已处理的数据无法读回；请在 data.train 写原始数据",
+            f"{words}: no part of a recipe; 'train' of this file sets them, with a recipe set them in the shell",
+            f"{words}：不属于配方；直接 train 此文件时会设置，使用配方时请在 shell 中设置",
         )
-    options.pop("data-path", None)
-    found.put("data.train", [str(source)])
-    handler = str(prepared.get("handler-name", ""))
-    pretrain = handler == "GeneralPretrainHandler" or (not handler and options.get("stage") is None)
-    found.put("objective", {"kind": "pretrain" if pretrain else "sft"})
-    lora = "lora-r" in options
-    found.put("tuning", {"kind": "lora" if lora else "full"})
-    packed = bool(prepared.get("pack") or prepared.get("neat-pack") or options.get("neat-pack") or pretrain)
-    found.put("data.packing", "packed" if packed else "fixed")
-    options.pop("variable-seq-lengths", None)
-    _context(options, found)
-    layers = options.pop("recompute-num-layers", None)
-    if layers and options.get("recompute-method") == "block":
-        found.put("layout.recompute_layers", int(layers))
-    minimum = options.pop("min-lr", None)
-    if minimum and options.get("lr"):
-        found.put("optim.min_lr_ratio", round(float(minimum) / float(options["lr"]), 6))
-    if "convert_ckpt_mg2hf" in sections and sections["convert_ckpt_mg2hf"] is None:
-        found.put("output.export", False)
-    if sections.get("convert_ckpt_hf2mg"):
-        found.note("convert_ckpt_hf2mg: follows the layout now; dropped", "convert_ckpt_hf2mg：现由布局决定，删去")
-    rest = _apply(options, MEGATRON, found, "training.")
-    found.put("layout.zero", 1)
-    _extra(rest, found)
-
-
-def _context(options: Tree, found: Migration) -> None:
-    degree = int(options.pop("context-parallel-size", 1) or 1)
-    algorithm = str(options.pop("context-parallel-algo", "megatron_cp_algo"))
-    inner = int(options.pop("ulysses-degree-in-cp", 1) or 1)
-    if degree > 1:
-        ulysses = degree if algorithm == "ulysses_cp_algo" else inner
-        found.put("layout.ulysses", ulysses)
-        found.put("layout.ring", degree // ulysses)
-
-
-def _flat(tree: Tree, prefix: str = "") -> Tree:
-    flat: Tree = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _verl(sections: Tree, found: Migration) -> None:
-    flat = _flat(sections)
-    estimator = flat.pop("algorithm.adv_estimator", "grpo")
-    groups = flat.pop("algorithm.filter_groups.enable", False)
-    found.put("objective", {"kind": "ppo" if estimator == "gae" else "dapo" if groups else "grpo"})
-    found.put("tuning", {"kind": "lora" if int(flat.get("actor_rollout_ref.model.lora_rank") or 0) > 0 else "full"})
-    if not int(flat.get("actor_rollout_ref.model.lora_rank") or 0):
-        flat.pop("actor_rollout_ref.model.lora_rank", None)
-        flat.pop("actor_rollout_ref.model.lora_alpha", None)
-    prompt, answer = int(flat.get("data.max_prompt_length") or 1024), int(flat.get("data.max_response_length") or 1024)
-    found.put("data.seq_len", prompt + answer)
-    found.put("optim.schedule", "constant")
-    found.put("optim.warmup", 0.0)
-    found.note(
-        f"data.seq_len = {prompt} + {answer}: a quarter of it is the prompt's now",
-        f"data.seq_len = {prompt} + {answer}：其中四分之一留给提示",
-    )
-    _extra(_apply(flat, VERL, found, ""), found)
-
-
-def _mindspeed_rl(sections: Tree, found: Migration) -> None:
-    training, actor = dict(sections.get("megatron_training") or {}), dict(sections.get("actor_config") or {})
-    prepared = dict(sections.get("preprocess_data") or {})
-    source = prepared.get("input") or training.get("data_path")
-    if not source:
-        raise UserError("backend_config.preprocess_data.input", "is missing", "缺失")
-    found.put("data.train", [str(source)])
-    found.put("objective", {"kind": "grpo"})
-    renamed = {key.replace("_", "-"): value for key, value in {**training, **actor}.items() if key not in ("data_path", "model", "min_lr")}
-    rest = _apply(renamed, MEGATRON, found, "")
-    found.put("layout.zero", 1)
-    found.put("optim.schedule", str(actor.get("lr_decay_style", "constant")))
-    dropped = [*rest, *(f"{name}.*" for name in ("rl_config", "generate_config") if sections.get(name))]
-    if dropped:
-        names = ", ".join(dropped)
-        found.note(f"set by AscendFactory for this frozen back end; dropped: {names}", f"该冻结后端由 AscendFactory 设定，删去：{names}")
-
-
-def _mindspeed_mm(sections: Tree, found: Migration) -> None:
-    data = _flat(sections.get("data") or {})
-    path = data.get("dataset_param.preprocess_parameters.model_name_or_path")
-    source = data.get("dataset_param.basic_parameters.dataset") or data.get("dataset_param.basic_parameters.dataset_dir")
-    if not path or not source:
-        key = "backend_config.data.dataset_param"
-        raise UserError(
-            key, "needs preprocess_parameters.model_name_or_path and basic_parameters.dataset", "需要 model_name_or_path 与 dataset"
-        )
-    found.put("model.path", str(path))
-    found.put("data.train", [str(source)])
-    found.put("objective", {"kind": "sft"})
-    options = dict(sections.get("training") or {})
-    _context(options, found)
-    rest = _apply(options, MEGATRON, found, "training.")
-    found.put("layout.zero", 1)
-    if "convert_ckpt_mg2hf" in sections and sections["convert_ckpt_mg2hf"] is None:
-        found.put("output.export", False)
-    found.note("stages of both converters follow model.json, which follows the layout; dropped", "转换与模型的各级层数由布局统一决定，删去")
-    _extra({name: value for name, value in rest.items() if name not in ("mm-data", "mm-model", "mm-tool")}, found)
-
-
-_READERS: dict[str, Callable[[Tree, Migration], None]] = {
-    "llamafactory": _llamafactory,
-    "mindspeed-llm": _mindspeed_llm,
-    "verl": _verl,
-    "mindspeed-rl": _mindspeed_rl,
-    "mindspeed-mm": _mindspeed_mm,
-}

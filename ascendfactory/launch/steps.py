@@ -1,10 +1,9 @@
-"""Steps of a job: which of them were made before from the same inputs, and what the launcher knows of the nodes."""
+"""Steps of a job: which of them were made before from the same inputs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -48,13 +47,3 @@ def mark_made(step: Step, fingerprint: str) -> None:
     folder = Path(step.output)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARK).write_text(json.dumps({"step": step.name, "fingerprint": fingerprint}) + "\n", encoding="utf-8")
-
-
-def node_facts() -> dict[str, str]:
-    """What stands in braces in a job's argv: the number of nodes, this one's rank, where they meet."""
-    return {
-        "nodes": os.environ.get("NNODES", "1"),
-        "node_rank": os.environ.get("NODE_RANK", "0"),
-        "master_addr": os.environ.get("MASTER_ADDR", "127.0.0.1"),
-        "master_port": os.environ.get("MASTER_PORT", "29500"),
-    }

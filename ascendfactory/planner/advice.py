@@ -56,7 +56,7 @@ def too_big(setting: Setting, layout: Layout, judge: Judge) -> list[Refusal]:
 
 def _by_data(setting: Setting, layout: Layout) -> Layout:
     """The same rows cut by data parallelism alone, which full sharding helps most; the layout as it is where the recipe forbids that."""
-    spec, num_devices, rows = setting.recipe.layout, setting.cluster.num_devices, setting.recipe.batch.global_size
+    spec, num_devices, rows = setting.recipe.layout, setting.cluster.num_devices, setting.recipe.rows_a_step
     is_open = spec.dp in ("auto", num_devices) and all(
         getattr(spec, name) in ("auto", 1) for name in ("tp", "pp", "vpp", "ring", "ulysses")
     )

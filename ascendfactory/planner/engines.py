@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ascendfactory.core.recipe import LayoutSpec
 from ascendfactory.planner.grid import RECOMPUTES
 
 GIB = 2**30
@@ -127,8 +128,15 @@ ENGINES: dict[str, Engine] = {
     "megatron": MEGATRON,
     "torchtitan": TORCHTITAN,
 }
+VERL_MEGATRON = Engine(**{**MEGATRON.__dict__, "name": "verl"})
 
 
-def engine_of(name: str) -> Engine:
-    """The engine of that name; one that is not known is taken to behave as the embedded engine."""
+def engine_of(name: str, spec: LayoutSpec | None = None) -> Engine:
+    """The engine of that name; one that is not known is taken to behave as the embedded engine.
+
+    Args:
+        spec: the recipe's layout; verl trains with FSDP, or with Megatron where tp, pp or ep is asked for.
+    """
+    if name == "verl" and spec and any(degree not in ("auto", 1) for degree in (spec.tp, spec.pp, spec.ep)):
+        return VERL_MEGATRON
     return ENGINES.get(name, NATIVE)

@@ -52,9 +52,8 @@ def fewest_devices(
 
 def fit_on(recipe: Recipe, card: ModelCard, cluster: Cluster, backend: str, judge: Judge, margin: float = 1.0) -> Fewest | None:
     """The fastest fitting layout on a cluster, or None."""
-    rows = ROWS_A_DEVICE * cluster.num_devices
-    recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": rows})})
-    setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(backend))
+    recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"global_size": ROWS_A_DEVICE * cluster.num_devices})})
+    setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(backend, recipe.layout))
     grid = space(recipe, card, cluster, freedom(partial(judge.refuse, recipe, card), cluster))
     grid = grid.take(legal(recipe, card, cluster, grid))
     if not len(grid):
@@ -68,7 +67,7 @@ def fit_on(recipe: Recipe, card: ModelCard, cluster: Cluster, backend: str, judg
     for i in np.argsort(seconds):
         layout = grid.row(int(i))
         if not judge.refuse(recipe, card, layout):
-            speed = rows * setting.row_tokens / float(seconds[i]) / cluster.num_devices
+            speed = recipe.rows_a_step * setting.row_tokens / float(seconds[i]) / cluster.num_devices
             return Fewest(cluster, layout, int(peaks[i]), speed)
     return None
 

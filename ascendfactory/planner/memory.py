@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, MemoryTerm, ModelCard
-from ascendfactory.core.recipe import Dpo, Grpo, Lora, Ppo, Recipe, Reward
+from ascendfactory.core.recipe import Dpo, Lora, PolicyGradient, Ppo, Recipe, Reward
 from ascendfactory.core.stages import SPLIT_BACKWARD
 from ascendfactory.planner.activations import LEAN_MLP_FAMILIES, LEAN_NORM_FAMILIES, exchanged_output_bytes, layer_bytes, layer_saved_bytes
 from ascendfactory.planner.adapters import TARGETS, adapter_params, lora_params, trainable_params
@@ -92,7 +92,7 @@ def memory_terms(
         dtype: `float32` or `bfloat16`, of the computation.
         backend: whose habits count; unknown names count as the embedded engine.
     """
-    stages = stage_terms(Setting(card, recipe, cluster, dtype, engine_of(backend)), layout)
+    stages = stage_terms(Setting(card, recipe, cluster, dtype, engine_of(backend, recipe.layout)), layout)
     return max(stages, key=lambda terms: sum(term.num_bytes for term in terms))
 
 
@@ -228,7 +228,8 @@ def _states(c: Columns) -> dict[str, Ints]:
     }
     other = c.over(c.e * c.dense, c.e * c.expert, at_rest)
     objective, is_lora = c.setting.recipe.objective, isinstance(c.setting.recipe.tuning, Lora)
-    if isinstance(objective, Dpo | Grpo | Ppo) and not is_lora:  # under LoRA the base without adapters is the reference
+    compares = isinstance(objective, Dpo) or (isinstance(objective, PolicyGradient) and objective.kl_coef > 0)
+    if compares and not is_lora:  # under LoRA the base without adapters is the reference
         terms["reference"] = other
     if isinstance(objective, Ppo):
         terms["critic"] = terms["weights"] + terms["masters"] + terms["gradients"] + terms["moments"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ascendfactory.core.plan import Cluster, Layout, ModelCard, Refusal
-from ascendfactory.core.recipe import Recipe, Schedule
+from ascendfactory.core.recipe import PolicyGradient, Recipe, Schedule
 from ascendfactory.core.stages import V_SHAPED
 from ascendfactory.planner.grid import RECOMPUTES, SCHEDULES, Grid, Mask, grid_of
 
@@ -85,9 +85,12 @@ def _devices_words(case: Case, layout: Layout) -> Words:
     written = case.recipe.layout.dp != "auto" or len(fix) == 1
     words = [f"{key.removeprefix('layout.')}: {value}" for key, value in fix.items() if written or key != "layout.dp"]
     degrees = " x ".join(f"{name} {value}" for name in ("dp", "tp", "pp", "ring", "ulysses") if (value := getattr(layout, name)) > 1)
+    objective, has, has_zh = case.recipe.objective, "the cluster has", "集群有"
+    if isinstance(objective, PolicyGradient) and objective.off_policy_steps:
+        has, has_zh = "beside those that generate training has", "除生成所用外训练有"
     return (
-        f"{degrees or 'dp 1'} makes {used} devices, the cluster has {have}; write {', '.join(words)}",
-        f"{degrees or 'dp 1'} 合计 {used} 个设备，而集群有 {have} 个；请写 {'、'.join(words)}",
+        f"{degrees or 'dp 1'} makes {used} devices, {has} {have}; write {', '.join(words)}",
+        f"{degrees or 'dp 1'} 合计 {used} 个设备，而{has_zh} {have} 个；请写 {'、'.join(words)}",
         fix,
     )
 
@@ -101,10 +104,16 @@ def _replicate_words(case: Case, layout: Layout) -> Words:
     )
 
 
+def _nearest_batch(case: Case, rows: int) -> int:
+    """The global_size closest to the recipe's whose rows are a multiple of `rows`: under reinforcement learning a prompt has several."""
+    size = case.recipe.batch.global_size
+    unit = rows // math.gcd(rows, case.recipe.rows_a_step // size)
+    return max(unit, round(size / unit) * unit)
+
+
 def _global_batch_words(case: Case, layout: Layout) -> Words:
-    rows = case.recipe.batch.global_size
-    unit = layout.dp if case.recipe.batch.micro_size == "auto" else layout.dp * layout.micro_size
-    better = max(unit, round(rows / unit) * unit)
+    rows = case.recipe.rows_a_step
+    better = _nearest_batch(case, layout.dp if case.recipe.batch.micro_size == "auto" else layout.dp * layout.micro_size)
     return (
         f"{rows} rows cannot be shared by dp {layout.dp} in micro-batches of {layout.micro_size}; nearest: {better}",
         f"{rows} 行无法按 dp {layout.dp}、微批 {layout.micro_size} 均分；最接近的是 {better}",
@@ -207,8 +216,7 @@ def _schedule_words(case: Case, layout: Layout) -> Words:
 
 
 def _interleaved_words(case: Case, layout: Layout) -> Words:
-    unit = layout.dp * layout.micro_size * layout.pp
-    better = max(unit, round(case.recipe.batch.global_size / unit) * unit)
+    better = _nearest_batch(case, layout.dp * layout.micro_size * layout.pp)
     return (
         f"the {layout.schedule} schedule needs micro-batches in multiples of pp {layout.pp}, not {layout.num_micro}; write a "
         f"global_size of {better}",
@@ -358,7 +366,7 @@ RULES = (
     Rule(
         "global_batch",
         "batch.global_size",
-        lambda c, g: g.dp * g.micro_size * g.num_micro != c.recipe.batch.global_size,
+        lambda c, g: g.dp * g.micro_size * g.num_micro != c.recipe.rows_a_step,
         _global_batch_words,
     ),
     Rule("seq_len", "data.seq_len", lambda c, g: np.full(len(g), c.recipe.data.seq_len > c.card.max_seq_len), _seq_len_words),

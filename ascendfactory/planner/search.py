@@ -10,14 +10,14 @@ from typing import Protocol
 import numpy as np
 
 from ascendfactory.core.measured import Measurement, measured_path, read_measurements
-from ascendfactory.core.plan import Choice, Cluster, Layout, ModelCard, NoPlan, Plan, Refusal
-from ascendfactory.core.recipe import Dapo, Grpo, Ppo, Recipe
+from ascendfactory.core.plan import Choice, Cluster, Layout, ModelCard, NoPlan, Placement, Plan, Refusal
+from ascendfactory.core.recipe import PolicyGradient, Recipe
 from ascendfactory.planner.advice import USABLE, reasons, room_bytes, too_big
 from ascendfactory.planner.calibrate import Factor, factor_of
 from ascendfactory.planner.engines import engine_of
 from ascendfactory.planner.grid import Floats, Grid, Ints
 from ascendfactory.planner.memory import Setting, peak_bytes, stage_terms
-from ascendfactory.planner.placement import place
+from ascendfactory.planner.placement import place, training_parts
 from ascendfactory.planner.rules import illegal, legal
 from ascendfactory.planner.space import ENOUGH_TOKENS, freedom, space
 from ascendfactory.planner.time import modelled_seconds, predict, step_seconds
@@ -64,25 +64,30 @@ def make_plan(
         NoPlan: with every reason and what would mend it.
     """
     names = list(backends) if recipe.backend == "auto" else [recipe.backend]
+    parts = training_parts(recipe, cluster)
+    if not parts:
+        raise NoPlan([_one_device()])
     found: list[tuple[Ranked, list[int]]] = []
     refusals: list[Refusal] = []
     own_runs = read_measurements(measured_path(run_dir))
     for name in names:
-        ranked = rank(recipe, card, cluster, name, backends[name], own_runs)
-        accepted = _accepted(ranked, backends[name], num_alternatives + 1)
-        if accepted:
-            found.append((ranked, accepted))
-        else:
-            refusals += _why_not(recipe, card, cluster, ranked, backends[name])
+        said: list[Refusal] = []
+        for part in parts:
+            ranked = rank(recipe, card, part, name, backends[name], own_runs)
+            if accepted := _accepted(ranked, backends[name], num_alternatives + 1):
+                found.append((ranked, accepted))
+            else:
+                said += _why_not(recipe, card, part, ranked, backends[name])
+        refusals += [] if found and found[-1][0].backend == name else said
     if not found:
         raise NoPlan(_once(refusals))
-    found.sort(key=lambda pair: float(pair[0].seconds[pair[1][0]]))
+    found.sort(key=lambda pair: _whole_step_s(pair[0], pair[1], cluster))
     return _plan(recipe, card, cluster, run_dir, found, _once(refusals), num_alternatives)
 
 
 def rank(recipe: Recipe, card: ModelCard, cluster: Cluster, name: str, judge: Judge, own_runs: Sequence[Measurement] = ()) -> Ranked:
     """All layouts of one back end that are legal and fit, the fastest first; equals in time: larger micro-batches, fewer cuts."""
-    setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(name))
+    setting = Setting(card, recipe, cluster, choose_dtype(recipe, cluster), engine_of(name, recipe.layout))
     weighed = space(recipe, card, cluster, freedom(partial(judge.refuse, recipe, card), cluster))
     good = legal(recipe, card, cluster, weighed)
     grid = weighed.take(good)
@@ -181,7 +186,6 @@ def _plan(
         for i in taken
     ]
     choices.sort(key=lambda choice: choice.step_s)
-    is_rl = isinstance(recipe.objective, Grpo | Dapo | Ppo)
     return Plan(
         recipe=recipe,
         card=card,
@@ -194,9 +198,30 @@ def _plan(
         why=reasons(best.setting, layout, best.backend, best.num_weighed, len(best.grid), _slower_without(best, places[0])),
         stages=stages,
         prediction=prediction,
-        placement=place(best.setting, layout, prediction.step_s) if is_rl else None,
+        placement=_placement(best, layout, prediction.step_s, cluster),
         alternatives=[c for c in choices if (c.backend, c.layout) != (best.backend, layout)][:num_alternatives],
         refused=refused,
+    )
+
+
+def _placement(ranked: Ranked, layout: Layout, train_s: float, cluster: Cluster) -> Placement | None:
+    return place(ranked.setting, layout, train_s, cluster) if isinstance(ranked.setting.recipe.objective, PolicyGradient) else None
+
+
+def _whole_step_s(ranked: Ranked, places: list[int], cluster: Cluster) -> float:
+    """Predicted step of an engine's best layout; under reinforcement learning with the generation of answers."""
+    train_s = float(ranked.seconds[places[0]])
+    placement = _placement(ranked, ranked.grid.row(places[0]), train_s, cluster)
+    return placement.step_s if placement else train_s
+
+
+def _one_device() -> Refusal:
+    return Refusal(
+        code="one_device",
+        where="objective.off_policy_steps",
+        en="one device cannot generate and train at once; write off_policy_steps: 0",
+        zh="单个设备无法同时生成与训练；请写 off_policy_steps: 0",
+        fix={"objective.off_policy_steps": 0},
     )
 
 

@@ -119,7 +119,7 @@ def _with_choices(recipe: Recipe, card: ModelCard, cluster: Cluster, free: Freed
     parts = []
     for dp in sorted(set(degrees[:, 0].tolist())):
         of_dp = degrees[degrees[:, 0] == dp]
-        rows = max(1, recipe.batch.global_size // dp)
+        rows = max(1, recipe.rows_a_step // dp)
         for micro, mode in product(micro_sizes(recipe, rows, cluster), modes):
             for zero in zeros:
                 num_micro = max(1, rows // micro)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ascendfactory.core.recipe import Dpo, Grpo, Lora, Ppo
+from ascendfactory.core.recipe import Dpo, Lora, PolicyGradient, Ppo
 from ascendfactory.planner.grid import RECOMPUTES, Floats, Grid
 from ascendfactory.planner.memory import IMBALANCE, Setting
 from ascendfactory.planner.weights import Stages
@@ -83,11 +83,11 @@ def attention_flops_a_token(setting: Setting, attended_tokens: int | None = None
 def _extra_forwards(setting: Setting) -> float:
     """Forward passes besides the trained model's own: a reference, old log-probabilities, a critic (3 times a forward to train)."""
     objective = setting.recipe.objective
-    if isinstance(objective, Ppo):
-        return 5.0
-    if isinstance(objective, Grpo):
-        return 2.0
-    return 1.0 if isinstance(objective, Dpo) or objective.kind == "dapo" else 0.0
+    if not isinstance(objective, PolicyGradient):
+        return 1.0 if isinstance(objective, Dpo) else 0.0
+    # one step off, answers keep the probabilities that they were drawn with
+    old = 0.0 if objective.off_policy_steps else 1.0
+    return old + (objective.kl_coef > 0) + (3.0 if isinstance(objective, Ppo) else 0.0)
 
 
 def _again(grid: Grid, stages: Stages) -> tuple[Floats, Floats]:

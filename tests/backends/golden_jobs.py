@@ -11,7 +11,15 @@ from ascendfactory.core.plan import Job
 from tests.backends.plans import make_job_plan, make_recipe
 
 FOLDER = Path(__file__).parents[1] / "golden" / "jobs"
-Cell = tuple[str, str, str, str, dict[str, Any]]  # back end, profile, model, stage, layout
+Cell = tuple[str, str, str, str, dict[str, Any]]  # back end, profile, model, stage with `+` a variant of it, layout
+# Settings beside those of `make_recipe`.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "one-step-off": {"objective": {"off_policy_steps": 1}},
+    "tools": {"objective": {"multi_turn": {"tools": "tools.py", "max_turns": 6}, "reward": "rewards.py:score"}},
+    "4-nodes": {"cluster": "4x8 snt9b"},
+    "4-nodes-one-step-off": {"cluster": "4x8 snt9b", "objective": {"off_policy_steps": 1}},
+}
 
 CELLS: list[Cell] = [
     *(
@@ -19,6 +27,12 @@ CELLS: list[Cell] = [
         for stage in ("pretrain_full", "sft_full", "sft_lora", "dpo_full", "dpo_lora")
     ),
     *(("verl", "0.9.1", "qwen3-8b", stage, {"ulysses": 2}) for stage in ("grpo_full", "grpo_lora", "dapo_full", "ppo_full")),
+    *(
+        ("verl", "0.9.1", "qwen3-8b", stage, {})
+        for stage in ("grpo_full+one-step-off", "grpo_lora+one-step-off", "dapo_full+tools", "grpo_full+4-nodes-one-step-off")
+    ),
+    ("verl", "0.9.1", "qwen3-8b", "ppo_full+4-nodes", {"tp": 4, "sp": True, "zero": 1}),
+    ("verl", "0.9.1", "qwen3-30b-a3b", "grpo_full+tools", {"tp": 2, "sp": True, "ep": 4, "zero": 1}),
     ("verl", "0.9.1", "qwen3-32b", "grpo_full", {"tp": 4, "sp": True, "pp": 2, "zero": 1}),
     *(
         ("mindspeed_llm", profile, "qwen3-8b", stage, {"tp": 2, "sp": True, "pp": 2, "zero": 1})
@@ -28,7 +42,10 @@ CELLS: list[Cell] = [
     ("mindspeed_llm", "2.2.0", "mixtral-8x7b", "sft_full", {"tp": 8, "sp": True, "zero": 1}),
     ("mindspeed_llm", "2.2.0", "deepseek-v3", "sft_lora", {"pp": 4, "ep": 2, "zero": 1}),
     ("mindspeed_llm", "2.2.0", "llama-3.1-8b", "sft_full", {"pp": 8, "ring": 1, "zero": 1, "recompute": "full"}),
-    ("mindspeed_rl", "2.2.0", "qwen2.5-7b", "grpo_full", {"tp": 2, "sp": True, "pp": 2, "zero": 1}),
+    *(
+        ("mindspeed_rl", "2.2.0", "qwen2.5-7b", stage, {"tp": 2, "sp": True, "pp": 2, "zero": 1})
+        for stage in ("grpo_full", "grpo_full+4-nodes")
+    ),
     *(
         ("mindspeed_mm", profile, model, stage, {"pp": 2, "zero": 1})
         for profile in ("2.2.0", "2.3.0")
@@ -39,10 +56,11 @@ CELLS: list[Cell] = [
 
 
 def render(cell: Cell) -> Job:
-    """The job of a cell on eight devices."""
+    """The job of a cell on eight devices a node."""
     backend, profile, model, stage, layout = cell
-    recipe = make_recipe(model, backend, stage, profile=profile)
-    plan = make_job_plan(recipe, layout)
+    stage, _, variant = stage.partition("+")
+    recipe = make_recipe(model, backend, stage, profile=profile, **VARIANTS[variant])
+    plan = make_job_plan(recipe, layout, recipe.cluster.nodes)
     adapter = BACKENDS[backend]
     assert adapter.refuse(recipe, plan.card, plan.layout) == []
     return adapter.render(plan)
@@ -56,7 +74,7 @@ def name_of(cell: Cell) -> str:
 def text_of(job: Job) -> str:
     """A job as a person reviews it; the programs, which are files of their own, only by name."""
     shown = {name: "(a program)" if name.endswith(".py") else text for name, text in job.files.items()}
-    lines = [f"environment {job.environment}, {job.nproc} processes"]
+    lines = [f"environment {job.environment}, {job.nproc} processes" + (f", {job.restarts} restarts" if job.restarts else "")]
     lines += [f"{name}={value}" for name, value in job.env.items()]
     for step in (*job.before, None, *job.after):
         argv = job.argv if step is None else step.argv

@@ -8,8 +8,8 @@ import yaml
 
 from ascendfactory.catalog.read import find_card, find_device
 from ascendfactory.core.load import load_recipe
-from ascendfactory.core.plan import Cluster, Layout, Plan
-from ascendfactory.core.recipe import Recipe
+from ascendfactory.core.plan import Cluster, Layout, Placement, Plan
+from ascendfactory.core.recipe import PolicyGradient, Recipe
 
 DATA = {"pretrain": "corpus.jsonl", "dpo": "pairs.jsonl", "reward": "pairs.jsonl"}
 
@@ -19,8 +19,8 @@ def make_recipe(model: str, backend: str, stage: str = "sft_full", /, **settings
     objective, _, tuning = stage.partition("_")
     text: dict[str, Any] = {
         "model": {"path": model},
-        "objective": objective,
-        "tuning": tuning or "full",
+        "objective": {"kind": objective},
+        "tuning": {"kind": tuning or "full"},
         "data": {"train": DATA.get(objective, "chats.jsonl"), "seq_len": 4096},
         "batch": {"global_size": 32, "micro_size": 1},
         "duration": "100 steps",
@@ -38,10 +38,11 @@ def make_recipe(model: str, backend: str, stage: str = "sft_full", /, **settings
 
 
 def make_job_plan(recipe: Recipe, layout: dict[str, Any], nodes: int = 1, nproc: int = 8, device: str = "snt9b") -> Plan:
-    """The plan of a recipe under a layout on a cluster of its size; dp takes what the degrees leave."""
+    """The plan of a recipe under a layout on a cluster of its size; dp takes what the degrees, and one step off policy a node, leave."""
     given = Layout(**layout)
-    dp = nodes * nproc // (given.tp * given.pp * given.cp)
-    num_micro = recipe.batch.global_size // (dp * given.micro_size)
+    place = _split(nproc if nodes > 1 else nproc // 4) if _is_off_policy(recipe) else None
+    dp = (nodes * nproc - (place.rollout_devices if place else 0)) // (given.tp * given.pp * given.cp)
+    num_micro = recipe.rows_a_step // (dp * given.micro_size)
     return Plan(
         recipe=recipe,
         card=find_card(recipe.model.path),
@@ -52,4 +53,14 @@ def make_job_plan(recipe: Recipe, layout: dict[str, Any], nodes: int = 1, nproc:
         run_dir="runs/run",
         memory=[],
         why=[],
+        placement=place,
     )
+
+
+def _is_off_policy(recipe: Recipe) -> bool:
+    return isinstance(recipe.objective, PolicyGradient) and recipe.objective.off_policy_steps > 0
+
+
+def _split(devices: int) -> Placement:
+    facts = {"kv_share": 0.5, "memory_share": 0.8, "kv_tokens": 1, "rollout_s": 1.0, "step_s": 1.0}
+    return Placement(colocated=False, rollout_devices=devices, rollout_tp=2, **facts)

@@ -41,6 +41,23 @@ CHANGES: dict[str, Any] = {
     "model.init": "random",
     "model.dtype": "float32",
     "objective.train_on": "all",
+    "objective.num_answers": 4,
+    "objective.max_prompt_tokens": 2048,
+    "objective.temperature": 0.7,
+    "objective.top_p": 0.9,
+    "objective.clip_low": 0.1,
+    "objective.clip_high": 0.3,
+    "objective.kl_coef": 0.01,
+    "objective.kl_kind": "k2",
+    "objective.entropy_coef": 0.01,
+    "objective.reward": "rewards.py:score",
+    "objective.off_policy_steps": 1,
+    "objective.multi_turn": {"tools": "tools.py", "max_turns": 3},
+    "objective.dynamic_sampling": False,
+    "objective.overlong_tokens": 100,
+    "objective.critic_lr": 1e-4,
+    "objective.gamma": 0.9,
+    "objective.gae_lambda": 0.9,
     "tuning.rank": 16,
     "tuning.alpha": 32.0,
     "tuning.dropout": 0.1,
@@ -105,12 +122,14 @@ PLANNED = (
     "objective",
     "tuning",
 )
-BASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+BASES: dict[str, tuple[str, str, dict[str, Any]]] = {  # back end, with `+` another of its stages: model, stage, layout
     "llamafactory": ("qwen2.5-7b", "sft_lora", {"zero": 3}),
     "mindspeed_llm": ("qwen2.5-7b", "sft_lora", {"zero": 1, "tp": 2, "sp": True}),
     "mindspeed_mm": ("qwen2.5-vl-7b", "sft_full", {"zero": 1, "pp": 2}),
     "mindspeed_rl": ("qwen2.5-7b", "grpo_full", {"zero": 1, "tp": 2, "sp": True}),
     "verl": ("qwen2.5-7b", "grpo_lora", {}),
+    "verl+dapo": ("qwen2.5-7b", "dapo_full", {}),
+    "verl+ppo": ("qwen2.5-7b", "ppo_full", {"tp": 2, "sp": True, "zero": 1}),
 }
 GIVEN_NAME = {"name": "the run folder carries the name", "batch.micro_size": "the plan's micro_size is what counts"}
 
@@ -124,9 +143,10 @@ def _with(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     return settings
 
 
-def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | None = None, **more: Any) -> Job | None:
+def _job(case: str, path: str | None, value: Any, layout: dict[str, Any] | None = None, **more: Any) -> Job | None:
     """The job, or None where it is refused."""
-    model, stage, base = BASES[backend]
+    model, stage, base = BASES[case]
+    backend = case.partition("+")[0]
     settings: dict[str, Any] = {}
     if path:
         kind = {"objective": "objective", "tuning": "tuning"}.get(path.split(".")[0])
@@ -142,11 +162,14 @@ def _job(backend: str, path: str | None, value: Any, layout: dict[str, Any] | No
     return None if adapter.refuse(recipe, plan.card, plan.layout) else adapter.render(plan)
 
 
-def _applies(backend: str, path: str) -> bool:
-    stage = BASES[backend][1]
+def _applies(case: str, path: str) -> bool:
+    stage = BASES[case][1]
     if path.startswith("tuning."):
         return stage.endswith("lora")
-    return not path.startswith("objective.") or stage.startswith("sft")
+    if path.startswith("objective."):
+        objective = make_recipe("qwen2.5-7b", "auto", stage).objective
+        return path.split(".")[1] in type(objective).model_fields
+    return True
 
 
 def test_the_sweep_knows_every_key() -> None:
@@ -156,19 +179,22 @@ def test_the_sweep_knows_every_key() -> None:
     assert missing == set()
 
 
-@pytest.mark.parametrize("backend", BASES)
-def test_every_recipe_key_counts(backend: str) -> None:
-    base = _job(backend, None, None)
+@pytest.mark.parametrize("case", BASES)
+def test_every_recipe_key_counts(case: str) -> None:
+    backend = case.partition("+")[0]
+    base = _job(case, None, None)
     assert base is not None
     silent = []
     for path, value in CHANGES.items():
-        if not _applies(backend, path) or path in GIVEN_NAME:
+        if not _applies(case, path) or path in GIVEN_NAME:
             continue
         if path.split(".")[0] in ("model", "data", "optim", "batch", "checkpoint", "output") and path.count(".") == 0:
             continue
-        changed, before = _job(backend, path, value), base
+        changed, before = _job(case, path, value), base
         if path == "output.eval_every" and backend in ("llamafactory", "verl"):  # it counts where something is evaluated
-            changed, before = (_job(backend, "data.eval", ["eval.jsonl"], output={"eval_every": every}) for every in (value, "100 steps"))
+            changed, before = (_job(case, "data.eval", ["eval.jsonl"], output={"eval_every": every}) for every in (value, "100 steps"))
+        if path == "objective.kl_kind":  # it counts where a reference is kept
+            changed, before = (_job(case, "objective", {"kl_coef": 0.01, "kl_kind": kind}) for kind in (value, "k3"))
         if changed is not None and text_of(changed) == text_of(before) and path not in MODULES[backend].NO_EFFECT:
             silent.append(path)
     assert silent == []
@@ -205,10 +231,10 @@ def test_the_sweep_knows_every_layout_field() -> None:
 LAYOUT_CASES = [(name, value) for name, held in LAYOUT_CHANGES.items() for value in (held if name == "schedule" else [held])]
 
 
-@pytest.mark.parametrize("backend", BASES)
-def test_every_layout_field_counts(backend: str) -> None:
-    base = BASES[backend][2]
-    before = _job(backend, None, None)
+@pytest.mark.parametrize("case", BASES)
+def test_every_layout_field_counts(case: str) -> None:
+    backend, base = case.partition("+")[0], BASES[case][2]
+    before = _job(case, None, None)
     assert before is not None
     silent = []
     for name, value in LAYOUT_CASES:
@@ -219,14 +245,14 @@ def test_every_layout_field_counts(backend: str) -> None:
             continue
         if name == "recompute_layers":
             layout["recompute"] = "full"
-            whole = _job(backend, None, None, base | {"recompute": "full"})
+            whole = _job(case, None, None, base | {"recompute": "full"})
         elif name == "stage_layers":
-            whole = _job(backend, None, None, base | {"pp": 2})
+            whole = _job(case, None, None, base | {"pp": 2})
         else:
             whole = before
-        if name == "ep" and BASES[backend][0].startswith("qwen2.5"):
+        if name == "ep" and BASES[case][0].startswith("qwen2.5"):
             continue  # a dense model has no experts; the planner's rules refuse it
-        changed = _job(backend, None, None, layout)
+        changed = _job(case, None, None, layout)
         if (
             changed is not None
             and whole is not None
@@ -280,9 +306,10 @@ def test_dualpipev_is_told_to_trainer_and_both_converters() -> None:
         assert BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout) != [], (model, broken)
 
 
-def test_restarts_of_llamafactory_are_torchruns() -> None:
-    words = _flags("qwen2.5-7b", "sft_full", {}, "llamafactory", cluster={"device": "snt9b", "nproc": 8, "restarts": 3})
-    assert _value(words, "--max-restarts") == ["3"]
+@pytest.mark.parametrize("backend", ["llamafactory", "mindspeed_llm"])
+def test_the_launcher_starts_a_job_again_as_often_as_the_recipe_says(backend: str) -> None:
+    recipe = make_recipe("qwen2.5-7b", backend, cluster={"device": "snt9b", "nproc": 8, "restarts": 3})
+    assert BACKENDS[backend].render(make_job_plan(recipe, {})).restarts == 3
 
 
 @pytest.mark.parametrize("backend", ["mindspeed_mm", "mindspeed_rl"])

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from ascendfactory.backends import BACKENDS
-from ascendfactory.core.fields import Node, all_keys
+from ascendfactory.core.fields import Node, all_keys, kind_of
 from ascendfactory.core.load import load_recipe
 from ascendfactory.core.plan import Layout, Mla, Moe, Plan, Vision
 from ascendfactory.core.recipe import Recipe
@@ -36,12 +36,23 @@ def test_one_process_is_started_directly() -> None:
 def test_several_processes_run_under_torchrun() -> None:
     job = NATIVE.render(make(RUN_DIR, device=device("snt9b", "npu"), nproc=8))
     assert job.argv == [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"),
-        *("--max-restarts", "0", "--shutdown-timeout", "10"),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "0"),
+        *("--nproc-per-node", "8", "--shutdown-timeout", "10"),
         *("-m", "ascendfactory.engine", "runs/a/plan.json"),
     ]
     assert job.env["PYTORCH_NPU_ALLOC_CONF"] == "expandable_segments:True"
     assert job.nproc == 8
+
+
+def test_several_nodes_meet_at_the_first_and_the_launcher_restarts_them() -> None:
+    plan = make(RUN_DIR, "--cluster.restarts=2", device=device("snt9b", "npu"), nproc=8)
+    job = NATIVE.render(plan.model_copy(update={"cluster": plan.cluster.model_copy(update={"nodes": 2})}))
+    assert job.argv[3:11] == [
+        *("--nnodes", "{nodes}", "--node-rank", "{node_rank}"),
+        *("--master-addr", "{master_addr}", "--master-port", "{master_port}"),
+    ]
+    assert "--standalone" not in job.argv and "--max-restarts" not in job.argv
+    assert job.restarts == 2
 
 
 @pytest.mark.parametrize("kind", ["dpo", "reward", "grpo", "dapo", "ppo"])
@@ -73,7 +84,6 @@ def test_cards_that_the_engine_lacks_code_for_are_refused() -> None:
 def test_what_cannot_run_together_is_refused() -> None:
     assert codes(make(RUN_DIR, "--tuning=lora", "--tuning.dora=true", nproc=2)) == ["native.dora"]
     assert codes(make(RUN_DIR, "--tuning=lora", "--tuning.dora=true")) == []
-    assert codes(make(RUN_DIR, "--cluster.nodes=2")) == ["native.nodes"]
 
 
 def test_steps_are_read_from_their_lines_only() -> None:
@@ -117,6 +127,7 @@ def leaves() -> list[str]:
 # Words whose default is known to their group only.
 SPECIAL: dict[str, Any] = {"objective.kind": "pretrain", "tuning.kind": "lora", "layout.stage_layers": [1, 1]}
 SPECIAL |= {"checkpoint.every.unit": "epochs", "output.eval_every.unit": "epochs"}
+SPECIAL |= {"objective.reward": "rewards.py:score", "objective.multi_turn.tools": "tools.py"}
 
 
 def with_setting(key: str) -> Recipe:
@@ -127,6 +138,9 @@ def with_setting(key: str) -> Recipe:
     path = key.replace("data.train.", "data.train.0.").replace("data.eval.", "data.eval.0.")
     overrides = ["--tuning=lora"] if key.startswith("tuning.") and key not in SPECIAL else []
     overrides += ["--data.eval=e.jsonl"] if key.startswith("data.eval.") else []
+    if key.startswith("objective.") and key != "objective.kind":
+        kinds = [kind_of(s) for s in all_keys()["objective"].sections() if key.split(".")[1] in s.model_fields]
+        overrides += [f"--objective={kinds[0]}", *(["--objective.multi_turn=other.py"] if "multi_turn" in key else [])]
     base = load_recipe("model: m\ndata: d.jsonl", overrides)
     changed = load_recipe("model: m\ndata: d.jsonl", [*overrides, f"--{path}={json.dumps(value)}"])
     assert changed != base, key

@@ -107,6 +107,11 @@ def test_unknown_model_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "是不是 'qwen3-8b'" in caught.value.zh
 
 
+def test_a_folder_of_another_machine_is_planned_by_its_name() -> None:
+    assert find_card("/nowhere/model/Qwen2.5-7B-Instruct") == find_card("Qwen/Qwen2.5-7B-Instruct")
+    assert find_card("models/qwen2.5-7b").name == "Qwen2.5-7B"
+
+
 def test_a_missing_folder_is_no_model_name() -> None:
     for name in ("./nothing/here", "~nobody-here/model"):
         with pytest.raises(UserError, match="no such folder"):

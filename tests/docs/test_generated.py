@@ -78,7 +78,7 @@ def test_defaults_are_written_as_a_recipe_would_write_them() -> None:
 
 
 def yaml_blocks() -> list[tuple[str, str]]:
-    pages = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.glob("*/*.md"))]
+    pages = [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.rglob("*.md"))]
     found = [(page, block) for page in pages for block in re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)]
     return [(str(page.relative_to(ROOT)), block) for page, block in found]
 
@@ -103,8 +103,8 @@ def test_recipes_shown_in_the_pages_load() -> None:
 
 
 def test_both_languages_have_the_same_pages_and_links_lead_somewhere() -> None:
-    names = {language: {path.name for path in (DOCS / language).glob("*.md")} for language in ("en", "zh")}
+    names = {language: {path.relative_to(DOCS / language) for path in (DOCS / language).rglob("*.md")} for language in ("en", "zh")}
     assert names["en"] == names["zh"]
-    for page in [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.glob("*/*.md"))]:
+    for page in [ROOT / "README.md", ROOT / "README.zh-CN.md", *sorted(DOCS.rglob("*.md"))]:
         for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

@@ -63,9 +63,22 @@ def plan_for(model: str, data: str, run_dir: Path, nproc: int = 1, /, **settings
     return make_tiny_plan(model, data, str(run_dir), nproc=nproc, **settings).model_dump_json()
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("tuning", TUNINGS)
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+def slow_unless(streaming: bool, tuning: str, nproc: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Streams take four times as long; one of them stays with the default tests."""
+    return (pytest.mark.parallel,) if streaming and (tuning, nproc) != ("full", 1) else ()
+
+
+@pytest.mark.parametrize(
+    ("streaming", "tuning", "nproc"),
+    [
+        pytest.param(
+            streaming, tuning, nproc, id=f"{'stream' if streaming else 'map'}-{tuning}-{nproc}", marks=slow_unless(streaming, tuning, nproc)
+        )
+        for streaming in (False, True)
+        for tuning in TUNINGS
+        for nproc in (1, 2)
+    ],
+)
 def test_stop_and_go_on(streaming: bool, tuning: str, nproc: int, pool: Pool, tiny_models: dict[str, str], tmp_path: Path) -> None:
     data = write_chats(tmp_path / "chats.jsonl", 50)
     settings = {"tuning": TUNINGS[tuning], "data": {"streaming": streaming}}

@@ -1,6 +1,6 @@
 """A back end's program without a framework: prints steps, sleeps, crashes, ignores signals, leaves processes behind.
 
-Usage: fake_engine.py WHAT [FILE]
+Usage: fake_engine.py WHAT [FILE [NODE_RANK]]
 """
 
 from __future__ import annotations
@@ -61,6 +61,11 @@ def main(what: str, file: str | None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         say_step(1, 3)
         sleep_for_ever()
+    elif what == "once":  # fails the first time that it is run with FILE
+        if not Path(str(file)).exists():
+            Path(str(file)).touch()
+            raise RuntimeError("a cosmic ray")
+        say_step(1, 1)
     elif what == "orphan":  # a child in a session of its own that holds the pipes open
         child = subprocess.Popen([sys.executable, __file__, "stubborn"], start_new_session=True)
         Path(str(file)).write_text(str(child.pid))
@@ -69,4 +74,6 @@ def main(what: str, file: str | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None))
+    words = sys.argv[1].split(",")  # of several, each node takes its own: WHAT0,WHAT1 FILE NODE_RANK
+    mine = words[int(sys.argv[3])] if len(words) > 1 else words[0]
+    sys.exit(main(mine, sys.argv[2] if len(sys.argv) > 2 else None))

@@ -17,7 +17,8 @@ import pytest
 from ascendfactory.backends import BACKENDS
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Job, StepMetrics
-from ascendfactory.launch.local import INTERRUPTED, launch
+from ascendfactory.launch.local import launch
+from ascendfactory.launch.watch import INTERRUPTED
 
 FAKE = str(Path(__file__).with_name("fake_engine.py"))
 

@@ -11,10 +11,11 @@ import yaml
 
 from ascendfactory import cli
 from ascendfactory.backends import BACKENDS
+from ascendfactory.cli.recipes import is_legacy
 from ascendfactory.core.load import load_recipe
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.recipe import Dpo, Grpo, Lora, Pretrain, Recipe, Sft
-from ascendfactory.launch.legacy import is_legacy, migrate, read_legacy
+from ascendfactory.launch.legacy import migrate, read_legacy
 
 LLAMAFACTORY = """
 af_output_dir: /work/out
@@ -138,7 +139,7 @@ def test_verl() -> None:
     recipe = _recipe(VERL, "--env.NNODES=2", "--backend_config.trainer.total_epochs=3")
     assert isinstance(recipe.objective, Grpo) and recipe.backend == "verl"
     assert (recipe.data.seq_len, recipe.cluster.nodes, recipe.duration.amount, recipe.layout.ulysses) == (4096, 2, 3, 2)
-    assert recipe.extra == {"actor_rollout_ref.rollout.n": 5}
+    assert recipe.extra == {} and (recipe.objective.num_answers, recipe.objective.max_prompt_tokens) == (5, 1024)
 
 
 def test_mindspeed_rl_and_mm() -> None:
@@ -151,31 +152,19 @@ def test_mindspeed_rl_and_mm() -> None:
     ("text", "words"),
     [
         ("backend_config: {training: {model_name_or_path: '${af_nothing}', dataset: a}}", "refers to a key that is not there"),
-        ("af_a: ${af_b}\naf_b: ${af_a}\nbackend_config: {}", "circle"),
-        ("af_model_name: x", "backend_config"),
+        ("backend_config: {training: {model_name_or_path: '${oc.env:HOME}', dataset: a}}", "refers to a key that is not there"),
+        ("af_a: ${af_b}\naf_b: ${af_a}\nbackend_config: {training: {}}", "circle"),
+        ("af_output_dir: x", "backend_config"),
         ("backend_config: {training: {model_name_or_path: m}}", "dataset"),
-        ("backend_config: {training: {model_name_or_path: m, dataset: a, stage: ppo}}", "pt, sft, dpo or rm"),
+        ("backend_config: {training: {dataset: d}}", "model_name_or_path"),
+        ("backend_config: {training: {model_name_or_path: m, dataset: a, stage: ppo}}", "write one of dpo, pt, sft, rm"),
         ("af_backend: megatron\nbackend_config: {training: {}}", "write one of mindspeed-llm"),
+        ("af_backend: mindspeed_llm\nbackend_config: {training: {}}", "did you mean mindspeed-llm"),
     ],
 )
 def test_wrong_files(text: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        migrate(read_legacy(text))
-
-
-def test_presets_of_config_can_be_read_again() -> None:
-    from ascendfactory.cli.legacy import preset
-
-    for backend, model, experiment in [
-        ("llamafactory", "qwen2.5-14b", "dpo-4k"),
-        ("mindspeed-llm", "qwen2.5-7b", "pt-8k"),
-        ("mindspeed-llm", "qwen2.5-7b", "lora-4k"),
-        ("verl", "qwen2.5-32b", "dapo"),
-        ("mindspeed-rl", "qwen2.5-7b", "grpo"),
-        ("mindspeed-mm", "qwen2.5_vl-7b", "full"),
-    ]:
-        recipe = _recipe(yaml.safe_dump(preset(backend, model, experiment)))
-        assert recipe.backend == backend.replace("-", "_")
+        migrate(read_legacy(f"af_model_name: m\n{text}"))
 
 
 OLD = """

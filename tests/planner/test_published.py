@@ -100,6 +100,7 @@ def opinions() -> tuple[Verdict, ...]:
     return tuple(verdicts(Priced("mindspeed_llm")))
 
 
+@pytest.mark.parallel
 def test_hand_tuned_layouts_are_accepted_or_explained() -> None:
     assert len(opinions()) == len(tuned_rows()) > 80
     for verdict in opinions():
@@ -109,6 +110,7 @@ def test_hand_tuned_layouts_are_accepted_or_explained() -> None:
     assert sum(v.fits for v in opinions()) >= 60
 
 
+@pytest.mark.parallel
 def test_the_first_choice_is_no_slower_than_the_hand_tuned_one() -> None:
     for verdict in opinions():
         if verdict.fits:

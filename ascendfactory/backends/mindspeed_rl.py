@@ -234,6 +234,7 @@ def _training(plan: Plan, name: str) -> dict[str, Any]:
         "tokenizer_name_or_path": recipe.model.path,
         "global_batch_size": recipe.batch.global_size,
         "seq_length": recipe.data.seq_len,
+        "max_position_embeddings": max(recipe.data.seq_len, plan.card.max_seq_len),
         "save_interval": int(recipe.checkpoint.every.amount),
         "train_iters": num_steps(recipe),
         "stage": "ray_grpo",
@@ -329,7 +330,9 @@ def _actor(plan: Plan, name: str) -> dict[str, Any]:
     if layout.vpp > 1:
         actor["num_layers_per_virtual_pipeline_stage"] = split_of(plan.card, layout).layers_per_chunk
     if plan.card.moe is not None:
-        actor["expert_model_parallel_size"] = layout.ep
+        split = split_of(plan.card, layout)
+        actor |= {"expert_model_parallel_size": split.expert_groups, "moe_tp_extend_ep": split.extends}
+        actor["moe_token_dispatcher_type"] = "alltoall"  # the only other one than allgather there
     if layout.cp > 1:
         algorithm = "ulysses_cp_algo" if layout.ulysses > 1 else "megatron_cp_algo"
         actor |= {"context_parallel_size": layout.cp, "context_parallel_algo": algorithm}

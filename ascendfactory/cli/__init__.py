@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from ascendfactory.core.messages import UserError, nearest, pick
+from ascendfactory.core.messages import UserError, full_disk, nearest, pick
 
 INTERRUPTED = 130
 
@@ -59,7 +59,8 @@ def run(argv: list[str]) -> int:
     except UserError as error:
         return _tell(error.line().splitlines())
     except Exception as error:
-        lines = _lines_of(error, argv)
+        full = full_disk(error)
+        lines = full.line().splitlines() if full else _lines_of(error, argv)
         if lines is None:
             raise
         return _tell(lines)

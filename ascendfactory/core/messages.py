@@ -7,6 +7,7 @@ variables that every Unix program follows (LC_ALL, LC_MESSAGES, LANG).
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterable
 
@@ -32,6 +33,18 @@ class UserError(Exception):
         """The one line to print, in the reader's language."""
         text = pick(self.en, self.zh)
         return f"{self.where}: {text}" if self.where else text
+
+
+def full_disk(error: BaseException) -> UserError | None:
+    """What to tell where a disk is full, or a quota used up; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = str(error.filename or "")
+    return UserError(
+        where,
+        "no space is left on the disk; free some, then run the same command again: it goes on from the newest checkpoint",
+        "磁盘空间已满；请清理后再次执行同一命令，将从最新的检查点继续",
+    )
 
 
 def in_chinese() -> bool:

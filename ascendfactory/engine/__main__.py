@@ -9,7 +9,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from ascendfactory.core.messages import UserError
+from ascendfactory.core.messages import UserError, full_disk
 from ascendfactory.core.plan import Plan
 
 LAST_WAIT_S = 2.0
@@ -36,6 +36,9 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if full := full_disk(error):
+            print(full.line(), file=sys.stderr, flush=True)
+            return 2
         logs = Path(plan.run_dir) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         log = logs / f"failure-rank{rank}.txt"

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ascendfactory.launch.node import free_port
 from tests.runs import make_tiny_plan, train
 from tests.tiny import write_model
 
@@ -88,8 +89,8 @@ def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(folder: P
 
 def test_a_port_in_use_is_one_line(folder: Path) -> None:
     write_model(folder / "model", "llama")
-    with socket.create_server(("", 0)) as server:
-        port = str(server.getsockname()[1])
+    port = str(free_port())  # a free pair: the next one is listened at first
+    with socket.create_server(("", int(port))):
         done = run(folder, "a,b", 3, MASTER_PORT=port)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines() == [

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ascendfactory import cli
 from ascendfactory.backends import BACKENDS
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Job, StepMetrics
@@ -192,3 +193,19 @@ def test_two_launches_never_share_a_folder(seen: Seen) -> None:
 def test_a_program_that_is_not_there_is_told(seen: Seen) -> None:
     with pytest.raises(UserError, match="cannot be started"):
         launch(Job(files={}, argv=["no-such-program"]), seen.folder, read_step=lambda line: None)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LC_ALL", "C")
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "events.jsonl").symlink_to("/dev/full")  # every write there fails as on a full disk
+    seen = Seen(tmp_path / "run")
+    monkeypatch.setattr(cli, "_dispatch", lambda argv: seen.run("steps"))
+    assert cli.run(["train"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no space is left on the disk; free some, then run the same command again")
+    assert len(said.splitlines()) == 1
+    assert not alive("fake_engine.py")

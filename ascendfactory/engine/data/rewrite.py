@@ -32,6 +32,9 @@ NUM_LOOKED_AT = 16
 _SPEAKERS = {"user": "human", "assistant": "gpt", "tool": "observation"}
 _QUESTIONS = ("prompt", "problem", "question")
 _ANSWERS = ("answer", "ground_truth", "solution", "labels")
+# Rows that name no rule are scored by verl's rule for GSM8K, which finds an answer behind "####" only: the prompt has to say so.
+_GSM8K = "openai/gsm8k"
+_GSM8K_ASKS = 'Think step by step, and write the final answer after "####".'
 
 
 class Spec(BaseModel):
@@ -252,9 +255,12 @@ def _verl_row(record: Record, place: str) -> Row:
             name: record[name] for name in ("data_source", "prompt", "ability", "reward_model", "images") if record.get(name) is not None
         }
     question, answer = _question_and_answer(record, place)
+    source = str(record.get("data_source") or _GSM8K)
+    if isinstance(question, str) and source == _GSM8K and "####" not in question:
+        question = f"{question} {_GSM8K_ASKS}"
     prompt = question if isinstance(question, list) else [{"role": "user", "content": str(question)}]
     row: Row = {
-        "data_source": str(record.get("data_source") or "openai/gsm8k"),
+        "data_source": source,
         "prompt": prompt,
         "ability": str(record.get("ability") or "math"),
         "reward_model": {"style": "rule", "ground_truth": answer},

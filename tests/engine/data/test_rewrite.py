@@ -88,7 +88,19 @@ def test_rl_rows_have_verls_columns(tmp_path: Path) -> None:
     rewrite(Spec.model_validate({"form": "rl", "train": [{"path": _write(tmp_path / "in.jsonl", rows)}]}), tmp_path / "out")
     table = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
     assert [row["reward_model"]["ground_truth"] for row in table] == ["7", "2"]
-    assert table[0]["prompt"] == [{"role": "user", "content": "How many?"}] and table[1]["extra_info"] == {"index": 1, "split": "train"}
+    told = 'Think step by step, and write the final answer after "####".'
+    assert table[0]["prompt"] == [{"role": "user", "content": f"How many? {told}"}]
+    assert table[1]["extra_info"] == {"index": 1, "split": "train"}
+
+
+def test_a_row_that_names_its_rule_keeps_its_question(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    rows = [{"question": "How many?", "answer": 7, "data_source": "math_dapo"}, {"question": "Write it after ####.", "answer": 7}]
+    rewrite(Spec.model_validate({"form": "rl", "train": [{"path": _write(tmp_path / "in.jsonl", rows)}]}), tmp_path / "out")
+    table = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [row["prompt"][0]["content"] for row in table] == ["How many?", "Write it after ####."]
+    assert [row["data_source"] for row in table] == ["math_dapo", "openai/gsm8k"]
 
 
 def test_bad_rows_stop_with_their_place_or_are_skipped(tmp_path: Path) -> None:

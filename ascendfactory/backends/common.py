@@ -13,6 +13,8 @@ from ascendfactory.core.messages import nearest
 from ascendfactory.core.plan import Layout, Plan, Refusal, Step
 from ascendfactory.core.recipe import Recipe, Schedule
 
+# How torchrun's processes of several nodes find each other; the launcher fills the braces in.
+MEETING = ("--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}")
 Rule = tuple[bool, str, str, str, Any]  # broken, recipe key, what to do in English, in Chinese, the value that would be accepted
 
 

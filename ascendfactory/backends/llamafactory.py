@@ -10,9 +10,9 @@ import json
 from typing import Any, assert_never
 
 import yaml
-from pydantic import ValidationError
 
 from ascendfactory.backends.common import (
+    MEETING,
     Rule,
     absent_rules,
     check_options,
@@ -29,12 +29,12 @@ from ascendfactory.backends.common import (
     refusals,
     schedule_rule,
 )
+from ascendfactory.core.lines import read_step
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, StepMetrics
 from ascendfactory.core.recipe import Dapo, Dpo, Full, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
 
 NAME = "llamafactory"
 PROFILES = ("0.9.5",)  # the first is the default
-STEP_MARK = "@step "
 # Settings that are accepted and change nothing here, and why.
 NO_EFFECT = {
     "checkpoint.asynchronous": "its checkpoints are always written while training waits",
@@ -106,22 +106,16 @@ class LlamaFactory:
 
     def read_step(self, line: str, plan: Plan) -> StepMetrics | None:
         """The step that a line `@step {...}` reports, or None for any other line."""
-        if not line.startswith(STEP_MARK):
-            return None
-        try:
-            return StepMetrics.model_validate_json(line[len(STEP_MARK) :])
-        except ValidationError:  # cut short by a crash
-            return None
+        return read_step(line)
 
 
 def _torchrun(plan: Plan) -> list[str]:
     if plan.cluster.num_devices == 1:
         return []
-    meeting = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
     return [
         "-m",
         "torch.distributed.run",
-        *(meeting if plan.cluster.nodes > 1 else ["--standalone"]),
+        *(MEETING if plan.cluster.nodes > 1 else ["--standalone"]),
         "--nproc-per-node",
         str(plan.cluster.nproc),
     ]

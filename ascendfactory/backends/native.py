@@ -6,13 +6,12 @@ import sys
 from pathlib import PurePosixPath
 from typing import assert_never
 
-from pydantic import ValidationError
-
+from ascendfactory.backends.common import MEETING
+from ascendfactory.core.lines import read_step
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, StepMetrics
 from ascendfactory.core.recipe import Dapo, Dpo, Grpo, Lora, Ppo, Pretrain, Recipe, Reward, Sft
 from ascendfactory.core.stages import SPLIT_BACKWARD, schedule_problem
 
-STEP_MARK = "@step "
 SHUTDOWN_S = 10  # after one rank is lost the others get SIGTERM, and SIGKILL this much later: they may wait inside a collective
 
 
@@ -34,8 +33,7 @@ class Native:
         """The job that runs the plan: one process, or torchrun with one process a device."""
         module = ["-m", "ascendfactory.engine", str(PurePosixPath(plan.run_dir) / "plan.json")]
         nproc, nodes, restarts = plan.cluster.nproc, plan.cluster.nodes, plan.recipe.cluster.restarts
-        several = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
-        where = several if nodes > 1 else ["--standalone", "--max-restarts", str(restarts)]
+        where = MEETING if nodes > 1 else ("--standalone", "--max-restarts", str(restarts))
         torchrun = ["-m", "torch.distributed.run", *where, "--nproc-per-node", str(nproc), "--shutdown-timeout", str(SHUTDOWN_S)]
         return Job(
             files={"plan.json": plan.model_dump_json(indent=2) + "\n"},
@@ -48,12 +46,7 @@ class Native:
 
     def read_step(self, line: str, plan: Plan | None = None) -> StepMetrics | None:
         """The step that a line `@step {...}` reports, or None for any other line."""
-        if not line.startswith(STEP_MARK):
-            return None
-        try:
-            return StepMetrics.model_validate_json(line[len(STEP_MARK) :])
-        except ValidationError:  # cut short by a crash, or two processes' lines in one
-            return None
+        return read_step(line)
 
 
 def _environment(plan: Plan) -> dict[str, str]:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ascendfactory.core.lines import event_line, step_line
 from ascendfactory.core.plan import ModelCard, Plan, StepMetrics
-
-STEP_MARK, EVENT_MARK = "@step ", "@event "
 
 
 def training_flops(card: ModelCard, tokens: int, trained_tokens: int, square_lengths: int, *, frozen: bool) -> float:
@@ -55,10 +54,9 @@ class Reporter:
         """Reports one optimizer step."""
         if not self._speaks:
             return
-        line = metrics.model_dump_json()
-        self._file.write(line + "\n")
+        self._file.write(metrics.model_dump_json() + "\n")
         self._file.flush()
-        print(STEP_MARK + line, flush=True)
+        print(step_line(metrics), flush=True)
         for name in ("loss", "lr", "grad_norm", "tokens_per_s", "mfu", "eval_loss"):
             if (value := getattr(metrics, name)) is not None:
                 self._board.add_scalar(name, value, metrics.step)
@@ -66,7 +64,7 @@ class Reporter:
     def event(self, kind: str, en: str, zh: str, **facts: Any) -> None:
         """Reports anything else, once: resumed, saved, skipped, exported."""
         if self._speaks:
-            print(EVENT_MARK + json.dumps({"kind": kind, "text_en": en, "text_zh": zh, **facts}, ensure_ascii=False), flush=True)
+            print(event_line({"kind": kind, "text_en": en, "text_zh": zh, **facts}), flush=True)
 
     def close(self) -> None:
         """Flushes the files."""

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 import psutil
 
+from ascendfactory.core.lines import read_event
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Job, Step, StepMetrics
 from ascendfactory.launch.devices import usable_cpus
@@ -32,7 +33,6 @@ from ascendfactory.launch.steps import is_made, mark_made, prepare, step_fingerp
 from ascendfactory.launch.team import Team
 from ascendfactory.launch.watch import INTERRUPTED, Event, Watch, cause
 
-EVENT_MARK = "@event "
 # Every process of a run carries this variable, so that those which left its process group are found as well:
 # torchrun puts each rank in a session of its own.
 RUN_VARIABLE = "ASCENDFACTORY_RUN"
@@ -132,7 +132,7 @@ class _Attempt:
             with self._log_path.open("wb") as log:
                 code, is_over = self._tasks(job, first, log, restarts_left)
         finally:
-            kill_all(self._run_id)
+            _kill_all(self._run_id)
             state = "failed" if code not in (0, INTERRUPTED) else "stopped" if self._watch.signalled else "finished"
             self._status(state=state, exit_code=code, ended_s=time.time())
         return code, is_over
@@ -204,7 +204,7 @@ class _Attempt:
         return code, False
 
     def _kill(self, process: subprocess.Popen[bytes], code: int) -> int:
-        kill_all(self._run_id)
+        _kill_all(self._run_id)
         process.wait()
         return code
 
@@ -236,13 +236,8 @@ class _Follower:
     def stdout_line(self, line: str) -> None:
         if step := self._read_step(line):
             self._on_step(step)
-        elif line.startswith(EVENT_MARK):
-            try:
-                event = json.loads(line[len(EVENT_MARK) :])
-            except ValueError:  # two ranks' lines in one: it stays in the log
-                return
-            if isinstance(event, dict):
-                self.on_event(event)
+        elif event := read_event(line):
+            self.on_event(event)
 
     def stderr_line(self, line: str) -> None:
         if not line.strip():
@@ -336,7 +331,7 @@ def _kill(pid: int, number: int) -> None:
         return
 
 
-def kill_all(run_id: str) -> None:
+def _kill_all(run_id: str) -> None:
     """Kills every process that still carries the run's mark."""
     for process in psutil.process_iter():
         try:

@@ -19,14 +19,12 @@ import time
 import psutil
 
 from ascendfactory import __version__
+from ascendfactory.core.lines import event_line, step_line
 from ascendfactory.core.messages import UserError
-from ascendfactory.core.plan import Plan, StepMetrics
+from ascendfactory.core.plan import Plan
 from ascendfactory.launch.place import DEFAULT_PORT
 from ascendfactory.launch.start import start
-from ascendfactory.launch.watch import Event
 
-STEP_MARK = "@step "
-EVENT_MARK = "@event "
 READY_MARK = "@node "  # --describe: modules may print before it
 
 
@@ -56,7 +54,7 @@ def main() -> int:
     plan = Plan.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_obey, daemon=True).start()
     try:
-        return start(plan, on_step=_say_step, on_event=_say_event)
+        return start(plan, on_step=lambda step: _say(step_line(step)), on_event=lambda event: _say(event_line(event)))
     except UserError as error:
         print(error.line(), file=sys.stderr, flush=True)
         return 2
@@ -75,12 +73,8 @@ def _obey() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _say_step(step: StepMetrics) -> None:
-    print(STEP_MARK + step.model_dump_json(exclude_none=True), flush=True)
-
-
-def _say_event(event: Event) -> None:
-    print(EVENT_MARK + json.dumps(event, ensure_ascii=False), flush=True)
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ascendfactory import __version__
-from ascendfactory.backends.common import program
+from ascendfactory.backends.common import MEETING, program
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Job, Plan
 from ascendfactory.launch.devices import detect
@@ -100,9 +100,8 @@ def differences(all_facts: list[Facts], run_dir: str) -> list[tuple[str, str]]:
 def meeting_job(plan: Plan, environment: str) -> Job:
     """A job for all nodes that adds up one number per process over the devices, and so tries the network between them."""
     cluster, run = plan.cluster, plan.run_dir
-    where = ["--nnodes", "{nodes}", "--node-rank", "{node_rank}", "--master-addr", "{master_addr}", "--master-port", "{master_port}"]
     python = "python" if environment else sys.executable
-    argv = [python, "-m", "torch.distributed.run", *where, "--nproc-per-node", str(cluster.nproc), f"{run}/job/all_reduce.py"]
+    argv = [python, "-m", "torch.distributed.run", *MEETING, "--nproc-per-node", str(cluster.nproc), f"{run}/job/all_reduce.py"]
     return Job(
         files={"job/all_reduce.py": program("all_reduce.py")},
         argv=[*argv, cluster.device.kind],

@@ -21,12 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from pydantic import ValidationError
-
 from ascendfactory import __version__
+from ascendfactory.core.lines import read_event, read_step
 from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Plan, StepMetrics
-from ascendfactory.launch.node import EVENT_MARK, READY_MARK, STEP_MARK
+from ascendfactory.launch.node import READY_MARK
 from ascendfactory.launch.place import Place
 from ascendfactory.launch.watch import INTERRUPTED, Event
 
@@ -170,13 +169,10 @@ def _lead(nodes: list[_Node], on_step: Callable[[StepMetrics], None], on_event: 
         signals.append(number)
 
     def line_of_first(line: str) -> None:
-        try:
-            if line.startswith(STEP_MARK):
-                on_step(StepMetrics.model_validate_json(line[len(STEP_MARK) :]))
-            elif line.startswith(EVENT_MARK):
-                on_event(json.loads(line[len(EVENT_MARK) :]))
-        except (ValidationError, ValueError):  # cut short as the line died
-            return
+        if step := read_step(line):
+            on_step(step)
+        elif event := read_event(line):
+            on_event(event)
 
     main_thread = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)} if main_thread else {}

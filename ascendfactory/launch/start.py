@@ -138,9 +138,9 @@ def check_model(plan: Plan) -> None:
         hub = plan.card.hub_id or plan.card.name
         raise UserError(
             "model.path",
-            f"'{plan.recipe.model.path}' is a name, not a folder; download {hub} (hf download {hub} --local-dir models/{plan.card.name}) "
+            f"there is no folder '{plan.recipe.model.path}' here; download {hub} (hf download {hub} --local-dir models/{plan.card.name}) "
             f"and write model: models/{plan.card.name}",
-            f"'{plan.recipe.model.path}' 是名称而非文件夹；请下载 {hub}（hf download {hub} --local-dir models/{plan.card.name}），"
+            f"此处没有文件夹 '{plan.recipe.model.path}'；请下载 {hub}（hf download {hub} --local-dir models/{plan.card.name}），"
             f"再写 model: models/{plan.card.name}",
         )
     for key, path in plan.recipe.objective.own_files() if isinstance(plan.recipe.objective, PolicyGradient) else []:

@@ -38,6 +38,7 @@ class Watch:
         self.signals: list[int] = []  # still to be passed to the job
         self.signalled = False
         self.must_kill = False
+        self._at_once = False  # not even a save is waited for
         self._failed_s: float | None = None  # when the first failure of any node was heard of
         self._own_failed_s: float | None = None
         self.order: list[int] = []  # nodes that failed, the first first (node 0 knows them all)
@@ -78,18 +79,19 @@ class Watch:
             self.team.tell({"kind": "stop", "number": number})
             return number
         if number == signal.SIGINT:
-            self.kill()
+            self._at_once = True
+            self._kill()
         return None
 
-    def kill(self) -> None:
-        """Everything is to end at once, here and on the other nodes."""
+    def _kill(self) -> None:
+        """Everything is to end, here and on the other nodes."""
         self.must_kill = True
-        self.team.tell({"kind": "kill"})
+        self.team.tell({"kind": "kill", "at_once": self._at_once})
 
     def is_time_to_kill(self) -> bool:
         """Whether the job of this node is to be killed now; one that is failing by itself is given time to say why."""
         own = self._own_failed_s
-        return self.must_kill and (own is None or self.signalled or time.monotonic() - own > LAST_WORDS_S)
+        return self.must_kill and (self._at_once or own is None or time.monotonic() - own > LAST_WORDS_S)
 
     def failing(self) -> None:
         """The job of this node has lost a process, or has failed."""
@@ -106,8 +108,7 @@ class Watch:
         try:
             ends = self.team.gather(own | {"order": self.order}, self.hear, self._check)
         except Lost as lost:
-            self.must_kill = True
-            self.team.tell({"kind": "kill"})
+            self._kill()
             return [lost_end(lost.rank)]
         self._failed_s = self._own_failed_s = None
         self.must_kill = False
@@ -119,9 +120,11 @@ class Watch:
         self._end_grace()
 
     def _end_grace(self) -> None:
-        over = self._failed_s is not None and time.monotonic() - self._failed_s > GRACE_S
+        # after a signal one rank may be gone while another still saves
+        grace_s = LAST_WORDS_S if self.signalled else GRACE_S
+        over = self._failed_s is not None and time.monotonic() - self._failed_s > grace_s
         if over and self.team.is_first and not self.must_kill:
-            self.kill()
+            self._kill()
 
     def _fail(self, rank: int) -> None:
         self._failed_s = self._failed_s or time.monotonic()
@@ -141,10 +144,10 @@ class Watch:
                 if not self.signalled:
                     self.signals.append(int(message["number"]))
             case "kill":
-                relay = self.team.is_first and not self.must_kill
-                self.must_kill = True
-                if relay:
-                    self.team.tell({"kind": "kill"})
+                is_news = not self.must_kill or (message["at_once"] and not self._at_once)
+                self.must_kill, self._at_once = True, self._at_once or message["at_once"]
+                if self.team.is_first and is_news:
+                    self._kill()
 
 
 def lost_end(rank: int) -> End:

@@ -12,8 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from ascendfactory.catalog.read import find_card
+from ascendfactory.core.lines import EVENT_MARK, STEP_MARK
 from ascendfactory.core.plan import StepMetrics
-from ascendfactory.engine.metrics import EVENT_MARK, STEP_MARK, Reporter, forget_steps_after, model_flops_utilisation, training_flops
+from ascendfactory.engine.metrics import Reporter, forget_steps_after, model_flops_utilisation, training_flops
 from tests.examples import make
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +18,8 @@ from ascendfactory.launch.local import launch
 from ascendfactory.launch.node import free_port
 from ascendfactory.launch.place import Place
 from ascendfactory.launch.preflight import differences
-from ascendfactory.launch.team import Lost, Team
-from ascendfactory.launch.watch import Watch, cause, lost_end
+from ascendfactory.launch.team import Team
+from ascendfactory.launch.watch import GRACE_S, LAST_WORDS_S, Watch, cause, lost_end
 from tests.launch.test_launch_local import FAKE, alive
 
 
@@ -160,10 +162,32 @@ def test_a_watch_without_other_nodes_does_nothing() -> None:
     watch.tick()
     assert watch.next_signal() is None
     assert not watch.is_time_to_kill()
-    assert watch.settle(0) == [
-        {"code": 0, "killed": False, "signalled": False, "event": None, "host": watch.settle(0)[0]["host"], "order": []}
-    ]
-    assert isinstance(Lost(3), Exception)
+    assert watch.settle(0) == [end(0, host=socket.gethostname())]
+
+
+def test_a_rank_that_ends_after_a_signal_does_not_cut_the_save_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, now_s = Watch(Team(Place()), lambda step: None, lambda event: None), [100.0]
+    monkeypatch.setattr("ascendfactory.launch.watch.time.monotonic", lambda: now_s[0])
+    watch.signals.append(signal.SIGTERM)
+    assert watch.next_signal() == signal.SIGTERM
+    watch.failing()  # torchrun reports a rank that SIGTERM ended; the first one is writing a checkpoint
+    now_s[0] += GRACE_S + 1
+    watch.tick()
+    assert not watch.is_time_to_kill()
+    watch.signals.append(signal.SIGINT)  # the person does not want to wait
+    assert watch.next_signal() is None
+    assert watch.is_time_to_kill()
+
+
+def test_without_a_signal_the_others_are_killed_after_the_grace_and_the_failing_one_may_speak(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, now_s = Watch(Team(Place()), lambda step: None, lambda event: None), [100.0]
+    monkeypatch.setattr("ascendfactory.launch.watch.time.monotonic", lambda: now_s[0])
+    watch.failing()
+    now_s[0] += GRACE_S + 1
+    watch.tick()
+    assert watch.must_kill and not watch.is_time_to_kill()
+    now_s[0] += LAST_WORDS_S
+    assert watch.is_time_to_kill()
 
 
 FACTS: dict[str, Any] = {

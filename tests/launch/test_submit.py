@@ -464,7 +464,7 @@ def test_what_can_be_seen_from_here_is_refused_before_it_waits_in_a_queue(here: 
     refused("--image: Slurm starts no container", plan(), "slurm", image="i")
     refused("--volume: Slurm starts no container", plan(), "slurm", volumes=["a:/b"])
     refused(r"data.train\[0\].path: no such file or folder: e.jsonl", plan("cuda", "--data.train=e.jsonl"), "slurm")
-    refused("model.path: 'smollm2-135m' is a name, not a folder", plan("cuda", "--model.path=smollm2-135m"), "slurm")
+    refused("model.path: there is no folder 'smollm2-135m' here; download", plan("cuda", "--model.path=smollm2-135m"), "slurm")
     refused(
         "every start on the nodes would go back to old/c; copy it to runs/r/checkpoints", plan("cuda", "--checkpoint.resume=old/c"), "slurm"
     )

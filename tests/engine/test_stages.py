@@ -118,6 +118,7 @@ def collectives_of_levels(folder: str) -> dict[int, tuple[int, int]]:
     return counts
 
 
+@pytest.mark.parallel
 def test_levels_gather_and_reduce_as_often_as_they_say(tmp_path: Path, pool: Pool) -> None:
     """2 layers and a root on each stage; 2 micro-batches a step: level 3 gathers each layer for each forward and backward."""
     folder = tiny.write_model(tmp_path / "model", "qwen3", num_hidden_layers=4)

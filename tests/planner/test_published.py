@@ -83,6 +83,7 @@ def exact_cells() -> tuple[Cell, ...]:
     return tuple(cells(judges, exact_only=True))
 
 
+@pytest.mark.parallel
 def test_never_more_devices_than_published() -> None:
     assert len(exact_cells()) > 100
     assert [(c.row.backend, c.row.model, c.row.tuning, c.seq_len) for c in exact_cells() if not c.kept] == []

@@ -96,7 +96,11 @@ def _compare(model: Path, folder: Path, *words: str) -> tuple[int, dict[str, Any
     from ascendfactory import cli
 
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
-    recipe = {"model": str(model), "data": {"train": "c.jsonl", "seq_len": 64, "cache_dir": "tokens"}, "cluster": "1 cpu"}
+    recipe = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"train": "c.jsonl", "seq_len": 64, "cache_dir": "tokens"},
+        "cluster": "1 cpu",
+    }
     recipe |= {"batch": {"global_size": 4, "micro_size": 2}, "optim": {"lr": 1e-3, "warmup": 0.0}}
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
     code = cli.run(["compare", "r.yaml", "--output=both", *words])

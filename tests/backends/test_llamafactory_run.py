@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ascendfactory.core.load import load_recipe
+from ascendfactory import cli
 from ascendfactory.core.plan import StepMetrics
 from ascendfactory.launch.environments import MARK, environment_dir, find_profile
 from ascendfactory.launch.runs import read_metrics
@@ -37,9 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(model: Path, folder: Path, rows: list[dict[str, Any]], /, **settings: Any) -> list[StepMetrics]:
-    import ascendfactory
-    from ascendfactory.launch.start import start
-
+    """The steps that `ascendfactory train` reports of a run on LLaMA-Factory."""
     source = folder.parent / f"{folder.name}.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe: dict[str, Any] = {
@@ -55,9 +53,9 @@ def _run(model: Path, folder: Path, rows: list[dict[str, Any]], /, **settings: A
         "output": {"dir": str(folder)},
         **settings,
     }
-    events: list[str] = []
-    code = start(ascendfactory.make_plan(load_recipe(yaml.safe_dump(recipe))), on_event=lambda event: events.append(event["text_en"]))
-    assert code == 0, (events, (sorted((folder / "logs").glob("*.log"))[-1]).read_text()[-3000:])
+    path = folder.parent / f"{folder.name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    assert cli.run(["train", str(path)]) == 0
     return read_metrics(folder)
 
 
@@ -75,26 +73,41 @@ def test_sft_trains_resumes_and_exports(model: Path, tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "sft" / "export").num_parameters() > 0
 
 
-def test_lora_exports_an_adapter(model: Path, tmp_path: Path) -> None:
-    _run(model, tmp_path / "lora", CHATS, tuning={"kind": "lora", "rank": 4})
-    config = json.loads((tmp_path / "lora" / "export" / "adapter_config.json").read_text())
-    assert config["r"] == 4 and (tmp_path / "lora" / "export" / "adapter_model.safetensors").exists()
+def test_lora_resumes_and_exports_an_adapter_that_peft_reads(model: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lora = {"kind": "lora", "rank": 4}
+    first = _run(model, tmp_path / "lora", CHATS, tuning=lora)
+    again = _run(model, tmp_path / "lora", CHATS, tuning=lora, duration="3 steps")
+    assert [s.loss for s in again[:2]] == [s.loss for s in first] and again[2].step == 3
+    base = AutoModelForCausalLM.from_pretrained(model)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "lora" / "export"))
+    assert adapted.peft_config["default"].r == 4
+    trained = [weight for name, weight in adapted.named_parameters() if "lora_B" in name]
+    assert trained and all(float(weight.abs().sum()) > 0 for weight in trained)  # they start at 0
 
 
-def test_dpo_starts_at_ln_2(model: Path, tmp_path: Path) -> None:
+def test_dpo_starts_at_ln_2_and_moves_away_from_the_rejected(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     pairs = [{"prompt": f"What is {i} + {i}?", "chosen": str(2 * i), "rejected": "none"} for i in range(8)]
-    steps = _run(model, tmp_path / "dpo", pairs, objective="dpo", data={"packing": "dynamic"})
+    steps = _run(model, tmp_path / "dpo", pairs, objective="dpo", data={"packing": "dynamic"}, duration="6 steps")
     assert steps[0].loss == pytest.approx(0.6931, abs=1e-4) and steps[0].reward == pytest.approx(0.0, abs=1e-6)
+    assert steps[-1].loss < 0.69
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "dpo" / "export").num_parameters() > 0
 
 
 def test_pretraining(model: Path, tmp_path: Path) -> None:
-    steps = _run(model, tmp_path / "pt", [{"text": "the tide comes in and the boats go out " * 20}] * 8, objective="pretrain")
-    assert len(steps) == 2 and steps[0].loss > 0
+    from transformers import AutoModelForCausalLM
+
+    texts = [{"text": "the tide comes in and the boats go out " * 20}] * 8
+    steps = _run(model, tmp_path / "pt", texts, objective="pretrain", duration="4 steps")
+    assert len(steps) == 4 and steps[-1].loss < steps[0].loss
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "pt" / "export").num_parameters() > 0
 
 
 def _compare(model: Path, folder: Path, *words: str) -> tuple[int, dict[str, Any], dict[str, Any]]:
-    from ascendfactory import cli
-
     (folder / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
     recipe = {
         "model": {"path": str(model), "dtype": "float32"},

@@ -70,9 +70,10 @@ def options(profile: str) -> dict[str, Any]:
     """The options that a framework's own parser accepts: name → {type, choices}. Made by tools/read_flags.py.
 
     Args:
-        profile: `<back end>-<version>`.
+        profile: `<back end>-<version>`, or with `-<variant>`, whose options are those of the version.
     """
-    text = (files("ascendfactory.backends") / "flags" / f"{profile}.json").read_text(encoding="utf-8")
+    version = "-".join(profile.split("-")[:2])
+    text = (files("ascendfactory.backends") / "flags" / f"{version}.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
 

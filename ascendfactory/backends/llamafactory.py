@@ -58,6 +58,7 @@ _TEMPLATES = {  # family → the built-in template that equals the model's own
     "internvl_chat": "intern_vl",
     "internvl": "intern_vl",
 }
+_NO_DEEPSPEED, _NO_ZERO3, _ONLY_ZERO3 = ("use_galore", "use_apollo"), ("pissa_init", "pure_bf16", "use_unsloth"), ("use_badam",)
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup", "wsd": "warmup_stable_decay"}
 
 
@@ -76,6 +77,7 @@ class LlamaFactory:
             *_setting_rules(recipe),
             *_layout_rules(layout),
             *_absent(recipe, layout),
+            *_deepspeed_rules(recipe, layout),
             *extra_rules(recipe, set(_common(recipe, card)) - {"template"}, known),
         ]
         return refusals(NAME, rules)
@@ -110,7 +112,7 @@ class LlamaFactory:
 
 
 def _torchrun(plan: Plan) -> list[str]:
-    if plan.cluster.num_devices == 1:
+    if plan.cluster.num_devices == 1 and not _uses_deepspeed(plan):  # which wants torchrun for one process too
         return []
     return [
         "-m",
@@ -252,6 +254,22 @@ def _layout_rules(layout: Layout) -> list[Rule]:
 def _absent(recipe: Recipe, layout: Layout) -> list[Rule]:
     # torchrun of several nodes meets at a fixed address, where a node that was not lost does not come again
     return absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward")
+
+
+def _deepspeed_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
+    """Options that LLaMA-Factory does not take together with DeepSpeed, by which it trains on several devices."""
+    runs, zero3 = recipe.cluster.device != "cpu" and (layout.dp > 1 or layout.offload_optimizer), layout.zero == 3
+    return [
+        (
+            runs and unfit and bool(recipe.extra.get(name)),
+            f"extra.{name}",
+            f"not with DeepSpeed ZeRO {layout.zero}; {'write layout.zero: ' + str(zero) if zero else 'leave it out'}",
+            f"不能与 DeepSpeed ZeRO {layout.zero} 同用；请{'写 layout.zero: ' + str(zero) if zero else '删去此项'}",
+            None,
+        )
+        for names, unfit, zero in ((_NO_DEEPSPEED, True, None), (_NO_ZERO3, zero3, 2), (_ONLY_ZERO3, not zero3, 3))
+        for name in names
+    ]
 
 
 def train_config(plan: Plan) -> dict[str, Any]:

@@ -26,12 +26,15 @@ from ascendfactory.backends.common import (
 from ascendfactory.backends.rl import on_ray, rl_rules
 from ascendfactory.backends.verl_config import (
     DEFAULTS,
+    ENGINE,
+    ENGINES,
     NAME,
     PLACES,
     PROFILES,
     TOOL_FORMAT,
     TOOL_FORMATS,
     derived,
+    engine_name,
     environment_name,
     is_megatron,
     known,
@@ -52,6 +55,17 @@ NO_EFFECT = {
     "batch.micro_size": "micro-batches are sized by tokens",
 }
 MOST_RANK = 512  # of adapters in vLLM
+# Under Megatron the bridge saves weights as a Hugging Face folder, and there is nothing that verl's merger could read.
+COPY = '''"""Copies the newest policy: python export.py CHECKPOINTS EXPORT_FOLDER"""
+
+import shutil
+import sys
+from pathlib import Path
+
+checkpoints = Path(sys.argv[1])
+step = (checkpoints / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
+shutil.copytree(checkpoints / f"global_step_{step}" / "actor" / "model" / "huggingface", sys.argv[2], dirs_exist_ok=True)
+'''
 
 
 class Verl:
@@ -64,6 +78,7 @@ class Verl:
         rules = [profile_rule(recipe, PROFILES), *_objective_rules(recipe), *data_rules(recipe), *_setting_rules(recipe)]
         rules += [*rl_rules(recipe), *_tool_rules(recipe, card), *_layout_rules(recipe, layout)]
         if recipe.profile in ("auto", *PROFILES) and isinstance(recipe.objective, PolicyGradient):
+            rules.append(_engine_rule(recipe))
             ours = {*derived(recipe, layout), *PLACES} - set(DEFAULTS)
             rules += extra_rules(recipe, ours, known(recipe, layout))
         return refusals(NAME, rules)
@@ -77,7 +92,7 @@ class Verl:
         files |= {"job/data.json": spec}
         after = []
         if recipe.output.export:
-            files["job/export.py"] = program("verl_export.py")
+            files["job/export.py"] = COPY if is_megatron(plan.layout) else program("verl_export.py")
             after.append(_export_step(plan))
         return Job(
             files=files,
@@ -96,10 +111,19 @@ class Verl:
 
 
 def _export_step(plan: Plan) -> Step:
-    run, engine = plan.run_dir, "megatron" if is_megatron(plan.layout) else "fsdp"
-    argv = ["python", f"{run}/job/export.py", f"{run}/checkpoints", engine, f"{run}/export"]
+    run = plan.run_dir
+    argv = ["python", f"{run}/job/export.py", f"{run}/checkpoints", *([] if is_megatron(plan.layout) else ["fsdp"]), f"{run}/export"]
     newest = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
     return Step(name="export", argv=argv, environment=environment_name(plan.recipe), inputs=[newest], output=f"{run}/export")
+
+
+def _engine_rule(recipe: Recipe) -> Rule:
+    """Rollouts come from the engine that the profile's environment has."""
+    asked = recipe.extra.get(ENGINE, engine_name(recipe))
+    profile = next((name for name, engine in ENGINES.items() if engine == asked), PROFILES[0])
+    text = f"this profile's environment has {engine_name(recipe)}; leave it out and write profile: {profile} ({ENGINES[profile]})"
+    text_zh = f"此版本配置的环境装有 {engine_name(recipe)}；请删去此项并写 profile: {profile}（{ENGINES[profile]}）"
+    return asked != engine_name(recipe), f"extra.{ENGINE}", text, text_zh, None
 
 
 def _objective_rules(recipe: Recipe) -> list[Rule]:
@@ -215,6 +239,8 @@ def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
 def _variables(plan: Plan) -> dict[str, str]:
     env = {"TOKENIZERS_PARALLELISM": "true", "PYTHONUNBUFFERED": "1", "HYDRA_FULL_ERROR": "1"}
     if plan.cluster.device.kind == "npu":
+        if is_megatron(plan.layout):
+            env["PYTHONPATH"] = "{env}/src/MindSpeed:{env}/src/Megatron-LM"
         env |= {
             "HCCL_CONNECT_TIMEOUT": "1800",
             "TASK_QUEUE_ENABLE": "2",

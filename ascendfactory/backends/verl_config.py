@@ -10,16 +10,20 @@ from typing import Any, NamedTuple
 
 from ascendfactory.backends.common import check_options, num_steps, options, profile_of
 from ascendfactory.backends.rl import KL_NAMES, answer_tokens, objective_of, overlong_tokens, prompt_tokens, rollout_share, rollout_tp
+from ascendfactory.core.messages import UserError
 from ascendfactory.core.plan import Layout, ModelCard, Plan
 from ascendfactory.core.recipe import Dapo, Full, Lora, PolicyGradient, Ppo, Recipe
 
 NAME = "verl"
-PROFILES = ("0.9.1",)
+ENGINE = "actor_rollout_ref.rollout.name"
+# What each profile's environment generates with: vLLM and SGLang pin different versions of the same packages.
+ENGINES = {"0.9.1": "vllm", "0.9.1-sglang": "sglang"}
+PROFILES = tuple(ENGINES)
 Overrides = dict[str, Any]
 
 # What no recipe key says; `extra` may change these.
 DEFAULTS: Overrides = {
-    "actor_rollout_ref.rollout.name": "vllm",
+    ENGINE: "vllm",
     "data.truncation": "left",
     "data.filter_overlong_prompts": True,
     "trainer.val_before_train": False,
@@ -66,6 +70,11 @@ def environment_name(recipe: Recipe) -> str:
     return f"{NAME}-{profile_of(recipe, PROFILES)}"
 
 
+def engine_name(recipe: Recipe) -> str:
+    """The rollout engine of the recipe's profile."""
+    return ENGINES[profile_of(recipe, PROFILES)]
+
+
 def known(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """The options of the trainer that the layout chooses."""
     trainer = "ppo_megatron_trainer" if is_megatron(layout) else "ppo_trainer"
@@ -87,9 +96,13 @@ def overrides(plan: Plan) -> Overrides:
     """Every override of a run; `extra` changes only what no recipe key says.
 
     Raises:
+        UserError: a rollout engine that does not run on these devices.
         ValueError: a name that verl's own configuration does not have, or devices of its own for generation that the plan lacks.
     """
     recipe, run = plan.recipe, plan.run_dir
+    if engine_name(recipe) == "sglang" and plan.cluster.device.kind == "npu":
+        text = f"on Ascend, SGLang is not released as packages that can be pinned; write profile: {PROFILES[0]}, whose rollouts are vLLM's"
+        raise UserError("profile", text, f"昇腾上的 SGLang 没有可固定版本的安装包；请写 profile: {PROFILES[0]}（由 vLLM 生成）")
     values = defaults(recipe, plan.card) | derived(recipe, plan.layout) | _pools(plan)
     values |= {
         "data.train_files": f"{run}/data/train.parquet",
@@ -102,8 +115,6 @@ def overrides(plan: Plan) -> Overrides:
     }
     if isinstance(recipe.objective, Ppo):
         values["critic.model.path"] = recipe.model.path
-    if is_megatron(plan.layout) and plan.cluster.device.kind == "npu":
-        values["actor_rollout_ref.actor.megatron.vanilla_mbridge"] = True  # the weights' bridge that verl installs beside MindSpeed
     values |= recipe.extra
     plain = {name: value for name, value in values.items() if not isinstance(value, list) and not name.startswith(UNDECLARED)}
     if wrong := check_options(plain, known(recipe, plan.layout)):
@@ -113,9 +124,10 @@ def overrides(plan: Plan) -> Overrides:
 
 def defaults(recipe: Recipe, card: ModelCard) -> Overrides:
     """What `extra` may change."""
+    values = DEFAULTS | {ENGINE: engine_name(recipe)}
     if isinstance(recipe.objective, PolicyGradient) and recipe.objective.multi_turn and card.family in TOOL_FORMATS:
-        return DEFAULTS | {TOOL_FORMAT: TOOL_FORMATS[card.family]}
-    return DEFAULTS
+        values[TOOL_FORMAT] = TOOL_FORMATS[card.family]
+    return values
 
 
 def derived(recipe: Recipe, layout: Layout) -> Overrides:
@@ -280,6 +292,7 @@ def _engine(layout: Layout, part: Part) -> Overrides:
             f"{name}.expert_tensor_parallel_size": 1 if layout.ep > 1 else None,  # experts are whole: ep takes the devices of tp as well
             f"{name}.sequence_parallel": layout.sp,
             f"{name}.optimizer_offload": layout.offload_optimizer,
+            f"{name}.vanilla_mbridge": True,  # the weights' bridge that is released as a package; the critic has a switch of its own
         }
     )
 

@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from types import MappingProxyType
 
 from pydantic import Field
 
@@ -32,6 +33,7 @@ class Checkout(Fact):
     folder: str
     url: str
     ref: str  # tag or commit
+    devices: list[str] = Field(default=[])  # that need it; empty: all
 
 
 class Profile(Fact):
@@ -49,8 +51,10 @@ class Profile(Fact):
     bare_packages: list[str] = Field(default=[])  # installed without their dependencies
     packages_cuda: list[str] = Field(default=[])
     packages_npu: list[str] = Field(default=[])
+    variables_npu: dict[str, str] = Field(default={})  # of the environment in which its packages are built
     stubs: list[str] = Field(default=[])  # modules that are imported but never used; empty ones stand in on a CPU
     sources: list[Checkout] = Field(default=[])
+    copies: dict[str, str] = Field(default={})  # files of one checkout that take the place of another's
     check: str
     source: str
 
@@ -168,7 +172,7 @@ def install(
     log = folder / "install.log"
     for title, argv in _steps(profile, device, python, folder, wheels, sources):
         say(title)
-        _run(argv, log, title)
+        _run(argv, log, title, profile.variables_npu if device == "npu" else {})
     for name in profile.stubs if device == "cpu" else []:
         _stub(folder, name)
     _run([str(folder / "bin/python"), "-c", profile.check], log, f"check: {profile.check}")
@@ -202,8 +206,13 @@ def _steps(
         steps.append((" ".join(torch), [*pip, *offline, *index, *torch]))
     if profile.bare_packages:
         steps.append((" ".join(profile.bare_packages), [*pip, *offline, "--no-deps", *profile.bare_packages]))
-    steps.append((f"{len(profile.packages) + len(extra)} packages", [*pip, *offline, *profile.packages, *extra]))
+    wanted = [*profile.packages, *extra]
+    if wheels:  # what would be fetched and built has a wheel there too
+        wanted = [name.partition(" @ ")[0] for name in wanted]
+    steps.append((f"{len(wanted)} packages", [*pip, *offline, *wanted]))
     for checkout in profile.sources:
+        if checkout.devices and device not in checkout.devices:
+            continue
         target = folder / "src" / checkout.folder
         if sources:
             steps.append((f"copy {checkout.folder}", ["cp", "-r", str(Path(sources) / checkout.folder), str(target)]))
@@ -211,6 +220,8 @@ def _steps(
         else:
             steps.append((f"clone {checkout.url}", ["git", "clone", "--quiet", checkout.url, str(target)]))
             steps.append((f"{checkout.folder} at {checkout.ref}", ["git", "-C", str(target), "checkout", "--quiet", checkout.ref]))
+    for ours, theirs in profile.copies.items():
+        steps.append((f"{theirs} from {ours}", ["cp", str(folder / "src" / ours), str(folder / "src" / theirs)]))
     return steps
 
 
@@ -234,8 +245,8 @@ def _stub(folder: Path, name: str) -> None:
     (site / name / "__init__.py").write_text(f'"""Stands in for {name}, which text training never calls."""\n', encoding="utf-8")
 
 
-def _run(argv: list[str], log: Path, title: str) -> None:
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+def _run(argv: list[str], log: Path, title: str, variables: Mapping[str, str] = MappingProxyType({})) -> None:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")} | dict(variables)
     with log.open("ab") as out:
         out.write(f"$ {' '.join(argv)}\n".encode())
         out.flush()

@@ -72,22 +72,16 @@ def _context(options: Tree, found: Migration, section: str) -> None:
 
 
 def _pipeline(options: Tree, found: Migration, section: str) -> None:
-    """Virtual chunks: as their number (MindSpeed-MM), as layers of one, or as DualPipeV, which has two.
+    """Virtual chunks: as their number (MindSpeed-MM), as layers of one, or as DualPipeV, which has two; and stages with fake layers.
 
     Raises:
-        UserError: fake layers, which both converters would have to know; or a chunk size that does not divide the layers.
+        UserError: a chunk size that does not divide the layers, or fake layers that do not fit.
     """
-    if options.pop("noop-layers", None):
-        raise UserError(
-            f"{section}noop-layers",
-            "fake layers are not taken; write the real ones as num-layer-list: 7,8,7",
-            "不支持虚设层；请用 num-layer-list: 7,8,7 写实际层数",
-        )
     pp = whole(dict(options), "pipeline-model-parallel-size", 1, section)
+    layers = whole(dict(options), "num-layers", 0, section)
     chunks = whole(options, "virtual-pipeline-model-parallel-size", 1, section)
-    size = options.pop("num-layers-per-virtual-pipeline-stage", None)
+    size, fake = options.pop("num-layers-per-virtual-pipeline-stage", None), options.pop("noop-layers", None)
     if size is not None:
-        layers = whole(dict(options), "num-layers", 0, section)
         place = f"{section}num-layers-per-virtual-pipeline-stage"
         if not isinstance(size, int) or size < 1 or layers == 0 or layers % (pp * size):
             raise UserError(
@@ -99,6 +93,26 @@ def _pipeline(options: Tree, found: Migration, section: str) -> None:
         chunks = 2
     if chunks > 1:
         found.put("layout.vpp", chunks, f"{section}num-layers-per-virtual-pipeline-stage")
+    if fake is not None:
+        found.put("layout.stage_layers", _without_fakes(str(fake), layers, pp, chunks, f"{section}noop-layers"), f"{section}noop-layers")
+
+
+def _without_fakes(fake: str, layers: int, pp: int, chunks: int, place: str) -> list[int]:
+    """Real layers of each stage, where `layers` counts the fake ones too.
+
+    Raises:
+        UserError: ids that are no layers, layers that pp does not divide, or virtual chunks beside them.
+    """
+    ids = [int(word) for word in fake.split(",") if word.strip().isdigit()]
+    if chunks > 1 or layers % pp or len(ids) != len(fake.split(",")) or not all(number < layers for number in ids):
+        raise UserError(
+            place,
+            f"'{fake}' is not taken beside {layers} layers, pp {pp} and {chunks} chunks a stage; write the real ones as "
+            "num-layer-list: 7,8,7",
+            f"'{fake}' 不能与 {layers} 层、pp {pp}、每级 {chunks} 块同用；请用 num-layer-list: 7,8,7 写实际层数",
+        )
+    per_stage = layers // pp
+    return [per_stage - sum(number // per_stage == stage for number in set(ids)) for stage in range(pp)]
 
 
 def _experts(options: Tree, found: Migration, section: str) -> None:

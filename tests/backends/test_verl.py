@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +143,24 @@ def test_tools_need_a_known_way_of_calling_them() -> None:
     assert refused("grpo_full", model="llama-3.1-8b", objective={"multi_turn": "tools.py"}, extra=named) == []
 
 
-def test_the_rollout_engine_is_an_extra_and_settings_of_the_recipe_are_not() -> None:
-    assert words_of("grpo_full", extra={f"{ROLLOUT}.name": "sglang"})[f"{ROLLOUT}.name"] == "sglang"
+def test_the_rollout_engine_is_the_profiles() -> None:
+    assert words_of("grpo_full")[f"{ROLLOUT}.name"] == "vllm"
+    on_cuda = {"device": "h100", "cluster": "8 h100", "profile": "0.9.1-sglang"}
+    job = job_of("grpo_full", **on_cuda)
+    assert f"{ROLLOUT}.name=sglang" in job.argv and job.environment == "verl-0.9.1-sglang"
+    assert refused("grpo_full", **on_cuda, extra={f"{ROLLOUT}.name": "sglang"}) == []
+    for extra, settings, profile in (("sglang", {}, "0.9.1-sglang"), ("vllm", on_cuda, "0.9.1"), ("trtllm", {}, "0.9.1")):
+        [(where, en, fix)] = refused("grpo_full", **settings, extra={f"{ROLLOUT}.name": extra})
+        assert (where, fix) == (f"extra.{ROLLOUT}.name", {}) and f"write profile: {profile} (" in en
+
+
+def test_sglang_on_ascend_is_no_job() -> None:
+    plan = plan_of("grpo_full", profile="0.9.1-sglang")
+    with pytest.raises(UserError, match=r"write profile: 0\.9\.1, whose rollouts are vLLM's"):
+        BACKENDS["verl"].render(plan)
+
+
+def test_settings_of_the_recipe_are_no_extra() -> None:
     taken = (f"{ROLLOUT}.n", f"{ROLLOUT}.temperature", f"{ACTOR}.entropy_coeff", "trainer.n_gpus_per_node", "data.max_prompt_length")
     for name in taken:
         assert [where for where, _, _ in refused("grpo_full", extra={name: 1})] == [f"extra.{name}"]
@@ -174,12 +192,37 @@ def test_text_that_hydra_would_misread_is_quoted() -> None:
     assert words["reward.custom_reward_function.path"] == "'奖励/it\\'s.py'"
 
 
-def test_megatron_on_ascend_takes_its_bridge_and_experts_stay_whole() -> None:
+def test_megatron_takes_the_bridge_that_is_installed_and_experts_stay_whole() -> None:
     moe = words_of("grpo_full", {"tp": 2, "sp": True, "ep": 4, "zero": 1}, model="qwen3-30b-a3b")
     assert moe["model_engine"] == "megatron" and moe[f"{ACTOR}.megatron.vanilla_mbridge"] == "True"
+    ppo = words_of("ppo_full", MEGATRON)
+    assert (ppo[f"{ACTOR}.megatron.vanilla_mbridge"], ppo["critic.megatron.vanilla_mbridge"]) == ("True", "True")
     assert (moe[f"{ACTOR}.megatron.expert_model_parallel_size"], moe[f"{ACTOR}.megatron.expert_tensor_parallel_size"]) == ("4", "1")
     cuda = words_of("grpo_full", MEGATRON, device="h100", cluster="8 h100")
-    assert cuda["trainer.device"] == "cuda" and f"{ACTOR}.megatron.vanilla_mbridge" not in cuda
+    assert cuda["trainer.device"] == "cuda" and cuda[f"{ACTOR}.megatron.vanilla_mbridge"] == "True"
+
+
+def test_mindspeed_is_found_where_megatron_trains_on_ascend() -> None:
+    paths = "{env}/src/MindSpeed:{env}/src/Megatron-LM"
+    assert job_of("grpo_full", MEGATRON).env["PYTHONPATH"] == paths
+    for job in (job_of("grpo_full"), job_of("grpo_full", MEGATRON, device="h100", cluster="8 h100")):
+        assert "PYTHONPATH" not in job.env
+
+
+def test_what_megatron_saved_is_copied_and_what_fsdp_saved_is_merged(tmp_path: Path) -> None:
+    [merge] = job_of("grpo_full").after
+    assert merge.argv[2:] == ["runs/run/checkpoints", "fsdp", "runs/run/export"]
+    job = job_of("grpo_full", MEGATRON)
+    [copy] = job.after
+    assert copy.argv == ["python", "runs/run/job/export.py", "runs/run/checkpoints", "runs/run/export"]
+    for step in (8, 16):
+        weights = tmp_path / f"checkpoints/global_step_{step}/actor/model/huggingface"
+        weights.mkdir(parents=True)
+        (weights / "config.json").write_text(str(step))
+    (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("16")
+    (tmp_path / "export.py").write_text(job.files["job/export.py"])
+    subprocess.run([sys.executable, "export.py", "checkpoints", "export"], cwd=tmp_path, check=True)
+    assert (tmp_path / "export/config.json").read_text() == "16"
 
 
 @pytest.mark.parametrize(("backend", "layout"), [("verl", FSDP), ("mindspeed_rl", MEGATRON)])

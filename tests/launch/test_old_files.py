@@ -253,6 +253,12 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "write the raw data file there",
     ),
     (
+        "mindspeed_llm_full",
+        {TRAINING + "noop-layers": "0,99"},
+        "backend_config.training.noop-layers: '0,99' is not taken beside 28 layers, pp 2 and 1 chunks a stage; "
+        "write the real ones as num-layer-list: 7,8,7",
+    ),
+    (
         "llamafactory_lora",
         {TRAINING + "finetuning_type": "freeze"},
         "backend_config.training.finetuning_type: 'freeze' is not run by this back end; write one of full, lora",
@@ -379,6 +385,14 @@ def test_megatrons_options_that_mean_something_together(tmp_path: Path) -> None:
     assert (recipe.layout.vpp, recipe.layout.ep, recipe.layout.recompute, recipe.layout.ring) == (2, 8, "norm", 1)
     assert recipe.data.packing == "packed" and recipe.data.train[0].columns == {"instruction": "question"}
     assert recipe.model.init == "pretrained" and recipe.output.export is False
+
+
+@pytest.mark.parametrize(("fake", "stages"), [("28,29", [15, 13]), ("0, 29", [14, 14]), ("0,1", [13, 15])])
+def test_fake_layers_become_the_real_ones_of_each_stage(fake: str, stages: list[int], tmp_path: Path) -> None:
+    """The official scripts count fake layers in num-layers: 28 real ones and 2."""
+    changes = {"num-layers": 30, "noop-layers": fake, "pipeline-model-parallel-size": 2}
+    recipe = _recipe(tmp_path, "mindspeed_llm_full", **{TRAINING + name: value for name, value in changes.items()})
+    assert recipe.layout.stage_layers == stages
 
 
 def test_what_an_old_file_leaves_out_is_what_its_framework_takes(tmp_path: Path) -> None:

@@ -26,8 +26,9 @@ from ascendfactory.catalog.read import find_device, list_cards
 from ascendfactory.catalog.tables import min_devices, support
 from ascendfactory.core.load import load_recipe
 from ascendfactory.core.messages import UserError
-from ascendfactory.core.plan import Fact, ModelCard, NoPlan, Plan
+from ascendfactory.core.plan import Fact, Layout, ModelCard, NoPlan, Plan
 from ascendfactory.core.recipe import Recipe
+from ascendfactory.launch.environments import find_profile
 from ascendfactory.planner.fewest import clusters
 
 DEVICES = ("snt9b", "snt9b23")
@@ -59,7 +60,17 @@ def cells(backend: str, profiles: tuple[str, ...]) -> Iterator[tuple[Cell, Model
                         for seq_len, least in lengths(card, backend, objective, tuning, device):
                             for profile in profiles:
                                 facts = {"stage": objective, "tuning": tuning, "seq_len": seq_len, "device": device}
-                                yield Cell(backend=backend, profile=profile, model=card.name, **facts), card, least
+                                cell = Cell(backend=backend, profile=profile, model=card.name, **facts)
+                                if in_profile(cell, card):
+                                    yield cell, card, least
+
+
+def in_profile(cell: Cell, card: ModelCard) -> bool:
+    """Whether the version runs on this device and has the model at all: newer ones dropped some."""
+    if find_device(cell.device).kind not in find_profile(cell.backend, cell.profile).devices:
+        return False
+    refused = BACKENDS[cell.backend].refuse(recipe_of(cell, card, 1, 8), card, Layout())
+    return all(refusal.where != "profile" for refusal in refused)
 
 
 def kinds(backend: str, stage: str) -> list[tuple[str, str]]:
@@ -114,7 +125,7 @@ def plan_of(cell: Cell, card: ModelCard, least: int) -> Plan:
             return make_plan(recipe_of(cell, card, cluster.nodes, cluster.nproc), "/runs/cell", num_alternatives=0)
         except NoPlan as no:
             last = no
-            if {r.code for r in no.refusals} & {f"{cell.backend}.model.path", f"{cell.backend}.profile"}:
+            if f"{cell.backend}.model.path" in {r.code for r in no.refusals}:
                 break
     raise last
 

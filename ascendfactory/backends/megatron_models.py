@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ascendfactory.backends.common import profile_of
 from ascendfactory.backends.megatron import Flags
 from ascendfactory.core.plan import ModelCard
+from ascendfactory.core.recipe import Lora, Recipe
 
 _QWEN_SPEC = ["mindspeed_llm.tasks.models.spec.qwen3_spec", "layer_spec"]
 _DEEPSEEK_SPEC = ["mindspeed_llm.tasks.models.spec.deepseek_spec", "layer_spec"]
@@ -25,6 +27,7 @@ class Family:
     prompt: str  # template of the instruction data
     model_type: str  # of convert_ckpt.py
     model_type_v2: str = ""  # of convert_ckpt_v2.py, "" where that does not know the family
+    profiles_v2: tuple[str, ...] = ()  # whose convert_ckpt_v2.py can do it
     flags: Flags = field(default_factory=dict)  # of the trainer
     convert: Flags = field(default_factory=dict)  # of both converters
 
@@ -62,13 +65,15 @@ _DEEPSEEK = {
 FAMILIES: dict[str, Family] = {
     "qwen2": Family(("2.2.0",), "qwen", "llama2", flags=_QWEN2, convert={"add-qkv-bias": True}),
     "qwen2.5": Family(_OLD, "qwen", "llama2", flags=_QWEN2, convert={"add-qkv-bias": True}),
-    "qwen3": Family(ALL, "qwen3", "qwen3", "qwen3", _QWEN3, {"spec": _QWEN_SPEC}),
+    "qwen3": Family(ALL, "qwen3", "qwen3", "qwen3", ("2.3.0", "master"), _QWEN3, {"spec": _QWEN_SPEC}),
     "qwen3_moe": Family(
         ALL,
         "qwen3",
         "qwen3-moe",
         "qwen3-moe",
+        ALL,
         _QWEN3 | {"moe-router-load-balancing-type": "aux_loss", "moe-aux-loss-coeff": 0.001, "norm-topk-prob": True},
+        {"spec": _QWEN_SPEC},
     ),
     "llama3.1": Family(_OLD, "llama3", "llama2", flags=_llama3(8.0)),
     "llama3.2": Family(_OLD, "llama3", "llama2", flags=_llama3(32.0)),
@@ -110,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         "deepseek3",
         "",
         "deepseek3",
+        ALL,
         _DEEPSEEK
         | {
             "rope-scaling-mscale": 1.0,
@@ -141,6 +147,14 @@ def family_of(card: ModelCard) -> Family | None:
             return FAMILIES["glm4"]
         case family:
             return FAMILIES.get(family)
+
+
+def uses_v2(recipe: Recipe, family: Family) -> bool:
+    """Whether the newer converter does it: it has to know the family, and has adapters on master only."""
+    profile = profile_of(recipe, ALL)
+    if not family.model_type:
+        return True
+    return profile in family.profiles_v2 and (profile == "master" or not isinstance(recipe.tuning, Lora))
 
 
 def model_flags(card: ModelCard) -> Flags:

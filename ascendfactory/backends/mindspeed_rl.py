@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Any
 
 import yaml
 
@@ -12,7 +12,7 @@ from ascendfactory.backends.common import (
     absent_rules,
     data_rules,
     data_step,
-    num_steps,
+    degree_rules,
     only,
     profile_rule,
     program,
@@ -24,21 +24,25 @@ from ascendfactory.backends.megatron import (
     bf16_rules,
     environment,
     lean_rules,
-    recompute_flags,
     sharding_rules,
     split_of,
     start_facts,
     step_rules,
     words,
 )
-from ascendfactory.backends.megatron_models import FAMILIES, family_of, model_flags
-from ascendfactory.backends.rl import KL_NAMES, answer_tokens, objective_of, on_ray, prompt_tokens, rl_rules, rollout_share, rollout_tp
+from ascendfactory.backends.megatron_models import FAMILIES, family_of
+from ascendfactory.backends.mindspeed_mm_config import convert_words, file_rules, series, stage_rules
+from ascendfactory.backends.mindspeed_rl_config import config, image_model
+from ascendfactory.backends.rl import on_ray, prompt_tokens, rl_rules
 from ascendfactory.core.plan import Job, Layout, ModelCard, Plan, Refusal, Step, StepMetrics
 from ascendfactory.core.recipe import Grpo, Lora, Recipe
 
 NAME = "mindspeed_rl"
-PROFILES = ("2.2.0",)
-SOURCES = ["MindSpeed-RL", "MindSpeed", "MindSpeed-LLM", "Megatron-LM"]
+PROFILES = ("2.2.0", "2.2.0-mm")  # for models of text; for those that see images, with MindSpeed-MM
+SOURCES = {
+    "2.2.0": ["MindSpeed-RL", "MindSpeed", "MindSpeed-LLM", "Megatron-LM"],
+    "2.2.0-mm": ["MindSpeed-MM", "MindSpeed-RL", "MindSpeed", "Megatron-LM"],
+}
 # Settings that are accepted and change nothing here, and why.
 NO_EFFECT = {
     "checkpoint.asynchronous": "checkpoints are written while training waits",
@@ -49,16 +53,7 @@ NO_EFFECT = {
     "output.log_every": "every iteration is reported; the progress display thins them out",
 }
 _FAMILIES = ("qwen2.5", "qwen3", "qwen3_moe")
-# Flags of the trainer that have no place in its configuration classes of this age.
-_FOREIGN = (
-    "tokenizer-type",
-    "distributed-backend",
-    "use-fused-rmsnorm",
-    "use-rotary-position-embeddings",
-    "spec",
-    "n-shared-experts",
-)
-_RENAMED = {"moe-ffn-hidden-size": "moe-intermediate-size"}  # since Megatron-Core 0.8, on which it stands
+_NAMES = ", ".join((*_FAMILIES, "qwen2.5-vl"))
 
 
 class MindSpeedRl:
@@ -68,11 +63,8 @@ class MindSpeedRl:
 
     def refuse(self, recipe: Recipe, card: ModelCard, layout: Layout) -> list[Refusal]:
         """Why MindSpeed-RL cannot run the recipe under this layout; empty if it can."""
-        known = [FAMILIES[name] for name in _FAMILIES]
-        no_model = card.vision is not None or family_of(card) not in known
-        names = ", ".join(_FAMILIES)
         rules: list[Rule] = [
-            profile_rule(recipe, PROFILES),
+            profile_rule(recipe, [_profile(card)]),
             (
                 not isinstance(recipe.objective, Grpo),
                 "objective",
@@ -80,7 +72,13 @@ class MindSpeedRl:
                 "仅支持 grpo；其他请写 backend: verl",
                 "grpo",
             ),
-            (no_model, "model.path", f"no configuration for {card.name}; it has {names}", f"没有 {card.name} 的配置；已有 {names}", None),
+            (
+                not _is_known(card),
+                "model.path",
+                f"no configuration for {card.name}; it has {_NAMES}; for others write backend: verl",
+                f"没有 {card.name} 的配置；已有 {_NAMES}；其他请写 backend: verl",
+                None,
+            ),
             only(isinstance(recipe.tuning, Lora), "tuning", "full", "LoRA", " LoRA"),
             (
                 bool(recipe.extra),
@@ -93,40 +91,55 @@ class MindSpeedRl:
             *rl_rules(recipe),
             *_objective_rules(recipe),
             *_setting_rules(recipe),
-            *_layout_rules(recipe, card, layout),
+            *_layout_rules(recipe, layout),
+            *(_text_rules(card, layout) if card.vision is None else _image_rules(recipe, card, layout)),
         ]
         return refusals(NAME, rules)
 
     def render(self, plan: Plan) -> Job:
         """The job: data, prompts tokenised, weights to Megatron, training under Ray, weights back."""
-        recipe, run = plan.recipe, plan.run_dir
-        rewrite, spec = data_step(plan, "question_answer")
-        files = {
-            "job/data.json": spec,
+        recipe, run, sees = plan.recipe, plan.run_dir, plan.card.vision is not None
+        before, files = _image_steps(plan) if sees else _text_steps(plan)
+        files |= {
             "job/grpo.yaml": yaml.safe_dump(config(plan), sort_keys=False),
             "job/train.py": program("megatron_train.py"),
             "job/start.json": start_facts(plan, [], _resumed(run)),
         }
-        command = ["python", "{env}/src/MindSpeed-RL/cli/train_grpo.py", "--config-dir", f"{run}/job", "--config-name", "grpo"]
+        trainer = "MindSpeed-MM/posttrain_vlm_grpo.py" if sees else "MindSpeed-RL/cli/train_grpo.py"
+        command = ["python", f"{{env}}/src/{trainer}", "--config-dir", f"{run}/job", "--config-name", "grpo"]
         argv, more = on_ray(plan, ["python", f"{run}/job/train.py", f"{run}/job/start.json", "--", *command, "{load}"])
         after = []
         if recipe.output.export:
-            files["job/export.py"] = program("megatron_export.py")
+            files |= {} if sees else {"job/export.py": program("megatron_export.py")}
             after.append(_export_step(plan))
         return Job(
             restarts=recipe.cluster.restarts,
             files=files | more,
             argv=argv,
             env=_variables(plan),
-            environment=f"{NAME}-{PROFILES[0]}",
+            environment=_environment(plan),
             nproc=1,
-            before=[rewrite, _tokenise_step(plan), _convert_step(plan)],
+            before=before,
             after=after,
         )
 
     def read_step(self, line: str, plan: Plan) -> StepMetrics | None:
         """The step of an `iteration: N / M | name : value | ...` line."""
         return read_line(line, plan)
+
+
+def _is_known(card: ModelCard) -> bool:
+    if card.vision is not None:
+        return series(card) == "qwen2.5vl"
+    return family_of(card) in [FAMILIES[name] for name in _FAMILIES]
+
+
+def _profile(card: ModelCard) -> str:
+    return PROFILES[card.vision is not None]
+
+
+def _environment(plan: Plan) -> str:
+    return f"{NAME}-{_profile(plan.card)}"
 
 
 def _resumed(run: str) -> list[str]:
@@ -177,23 +190,12 @@ def _setting_rules(recipe: Recipe) -> list[Rule]:
     ]
 
 
-def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
-    uneven = card.num_layers % (layout.pp * layout.vpp) != 0
+def _layout_rules(recipe: Recipe, layout: Layout) -> list[Rule]:
     return [
         *sharding_rules(layout),
         schedule_rule(layout, "1f1b", *(("interleaved",) if layout.vpp > 1 else ())),
-        *absent_rules(recipe, layout, "stage_layers", "overlap_chunks", "recompute_in_advance", "in_backward"),
-        only(layout.ring > 1 and layout.ulysses > 1, "layout.ring", 1, "hybrid context parallelism", "混合上下文并行"),
-        only(uneven, "layout.pp", 1, "uneven stages", "不均匀的流水线"),
+        *absent_rules(recipe, layout, "overlap_chunks", "recompute_in_advance", "in_backward"),
         *lean_rules(layout),
-        only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
-        only(
-            card.moe is not None and layout.tp > 1 and not layout.sp,
-            "layout.sp",
-            "auto",
-            "experts under tp without sp",
-            "无序列并行的专家层",
-        ),
         only(
             recipe.batch.global_size % max(layout.dp, 1) != 0,
             "batch.global_size",
@@ -204,148 +206,59 @@ def _layout_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]
     ]
 
 
-def config(plan: Plan) -> dict[str, Any]:
-    """MindSpeed-RL's configuration, the model's shape spelled out."""
-    name = "recipe_model"
-    shape = _underscored({_RENAMED.get(k, k): v for k, v in model_flags(plan.card).items() if k not in _FOREIGN and v is not None})
-    return {
-        "defaults": ["_self_"],
-        "model": {name: shape},
-        "megatron_training": _training(plan, name),
-        "actor_config": _actor(plan, name),
-        "rl_config": _algorithm(plan),
-        "generate_config": _generation(plan),
-    }
+def _text_rules(card: ModelCard, layout: Layout) -> list[Rule]:
+    uneven = card.num_layers % (layout.pp * layout.vpp) != 0
+    bare = card.moe is not None and layout.tp > 1 and not layout.sp
+    return [
+        only(bool(layout.stage_layers), "layout.stage_layers", "auto", "choice of each stage's layers", "逐级指定层数"),
+        only(layout.ring > 1 and layout.ulysses > 1, "layout.ring", 1, "hybrid context parallelism", "混合上下文并行"),
+        only(uneven, "layout.pp", 1, "uneven stages", "不均匀的流水线"),
+        only(layout.tp > card.num_kv_heads, "layout.tp", card.num_kv_heads, "tp above the key/value heads", "超过 KV 头数的 tp"),
+        only(bare, "layout.sp", "auto", "experts under tp without sp", "无序列并行的专家层"),
+    ]
 
 
-def _training(plan: Plan, name: str) -> dict[str, Any]:
-    recipe, layout = plan.recipe, plan.layout
-    return {
-        "model": name,
-        "sequence_parallel": layout.sp and layout.tp > 1,
-        "use_flash_attn": True,
-        "no_masked_softmax_fusion": True,
-        "attention_softmax_in_fp32": True,
-        "no_gradient_accumulation_fusion": True,
-        "bf16": True,
-        "use_distributed_optimizer": True,
-        "reuse_fp32_param": layout.reuse_params,
-        "tokenizer_type": "PretrainedFromHF",
-        "tokenizer_name_or_path": recipe.model.path,
-        "global_batch_size": recipe.batch.global_size,
-        "seq_length": recipe.data.seq_len,
-        "max_position_embeddings": max(recipe.data.seq_len, plan.card.max_seq_len),
-        "save_interval": int(recipe.checkpoint.every.amount),
-        "train_iters": num_steps(recipe),
-        "stage": "ray_grpo",
-        "distributed_backend": "nccl",
-        "no_shared_storage": plan.cluster.nodes > 1,
-        "dataset_additional_keys": ["labels"],
-        "data_path": f"{plan.run_dir}/tokens/data",
-        "split": "100,0,0",
-        "no_shuffle": not recipe.data.shuffle,
-        "seed": recipe.seed,
-        **_underscored(recompute_flags(layout)),
-    }
-
-
-def _algorithm(plan: Plan) -> dict[str, Any]:
-    layout, objective = plan.layout, objective_of(plan.recipe)
-    return {
-        "use_integrated_worker": True,
-        "blocking": True,
-        "adv_estimator": "group_norm",
-        "kl_penalty": KL_NAMES[objective.kl_kind],
-        "kl_ctrl_type": "fixed",
-        "init_kl_coef": objective.kl_coef,
-        "mini_batch_size": plan.recipe.batch.global_size,
-        "max_prompt_length": prompt_tokens(plan.recipe),
-        "clip_ratio": objective.clip_low,
-        "entropy_coeff": objective.entropy_coef,
-        "n_samples_per_prompt": objective.num_answers,
-        "actor_forward_micro_batch_size": layout.micro_size,
-        "ref_forward_micro_batch_size": layout.micro_size,
-        "rule_reward": True,
-        "verifier_function": ["math_17k_acc"],
-        "verifier_weight": [1.0],
-        "num_cpus_for_local_task": 1.0,
-        "use_tensorboard": False,
-        "actor_resource": {"num_npus": plan.cluster.num_devices},
-    }
-
-
-def _generation(plan: Plan) -> dict[str, Any]:
-    seq_len, objective = plan.recipe.data.seq_len, objective_of(plan.recipe)
-    return {
-        "trust_remote_code": False,
-        "offload_train_optimizer": True,
-        "offload_train_grad": True,
-        "offload_train_param": True,
-        "infer_tensor_parallel_size": rollout_tp(plan),
-        "infer_pipeline_parallel_size": 1,
-        "infer_expert_parallel_size": 1,
-        "max_num_seqs": 1024,
-        "max_model_len": max(seq_len, 4096),
-        "max_num_batched_tokens": max(seq_len, 8192),
-        "dtype": "bfloat16",
-        "gpu_memory_utilization": rollout_share(plan),
-        "sampling_config": {
-            "logprobs": 1,
-            "max_tokens": answer_tokens(plan.recipe),
-            "top_p": objective.top_p,
-            "top_k": -1,
-            "min_p": 0.0,
-            "temperature": objective.temperature,
-            "detokenize": False,
-        },
-    }
-
-
-def _underscored(flags: Flags) -> dict[str, Any]:
-    """Flags under the names that its configuration has for them."""
-    return {name.replace("-", "_"): value for name, value in flags.items()}
-
-
-def _actor(plan: Plan, name: str) -> dict[str, Any]:
-    optim, layout, run = plan.recipe.optim, plan.layout, plan.run_dir
-    actor: dict[str, Any] = {
-        "model": name,
-        "micro_batch_size": layout.micro_size,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "lr": optim.lr,
-        "lr_decay_style": optim.schedule,
-        "min_lr": optim.lr * optim.min_lr_ratio,
-        "weight_decay": optim.weight_decay,
-        "lr_warmup_fraction": optim.warmup.amount,
-        "clip_grad": optim.max_grad_norm,
-        "adam_beta1": optim.beta1,
-        "adam_beta2": optim.beta2,
-        "finetune": True,
-        "load": f"{run}/weights",
-        "save": f"{run}/checkpoints",
-        "no_load_optim": True,
-        "no_load_rng": True,
-    }
-    if layout.vpp > 1:
-        actor["num_layers_per_virtual_pipeline_stage"] = split_of(plan.card, layout).layers_per_chunk
-    if plan.card.moe is not None:
-        split = split_of(plan.card, layout)
-        actor |= {"expert_model_parallel_size": split.expert_groups, "moe_tp_extend_ep": split.extends}
-        actor["moe_token_dispatcher_type"] = "alltoall"  # the only other one than allgather there
-    if layout.cp > 1:
-        algorithm = "ulysses_cp_algo" if layout.ulysses > 1 else "megatron_cp_algo"
-        actor |= {"context_parallel_size": layout.cp, "context_parallel_algo": algorithm}
-    return actor
+def _image_rules(recipe: Recipe, card: ModelCard, layout: Layout) -> list[Rule]:
+    """Rows with images are packed to their exact length, which nothing cuts."""
+    return [
+        *file_rules(recipe),
+        only(layout.tp > 1 and layout.sp, "layout.sp", False, "sequence parallelism with images", "含图像时的序列并行"),
+        *degree_rules(layout, ("ring", "ulysses", "vpp", "ep")),
+        *stage_rules(card, layout),
+    ]
 
 
 def _variables(plan: Plan) -> dict[str, str]:
-    env = environment(plan, SOURCES)
+    env = environment(plan, SOURCES[_profile(plan.card)])
+    if plan.card.vision is not None:
+        env["IS_MULTIMODAL"] = "True"
     return env | {"HYDRA_FULL_ERROR": "1", "VLLM_USE_V1": "1", "VLLM_VERSION": "0.9.1", "RAY_DEDUP_LOGS": "0", "HCCL_EXEC_TIMEOUT": "3600"}
 
 
 def _step(plan: Plan, name: str, argv: list[str], inputs: list[str], output: str) -> Step:
-    return Step(name=name, argv=argv, env=environment(plan, SOURCES), environment=f"{NAME}-{PROFILES[0]}", inputs=inputs, output=output)
+    env = environment(plan, SOURCES[_profile(plan.card)])
+    return Step(name=name, argv=argv, env=env, environment=_environment(plan), inputs=inputs, output=output)
+
+
+def _text_steps(plan: Plan) -> tuple[list[Step], dict[str, str]]:
+    """The steps before the training, and the files that they need."""
+    rewrite, spec = data_step(plan, "question_answer")
+    convert = _step(plan, "convert", _tool(plan, back=False), [plan.recipe.model.path], f"{plan.run_dir}/weights")
+    return [rewrite, _tokenise_step(plan), convert], {"job/data.json": spec}
+
+
+def _image_steps(plan: Plan) -> tuple[list[Step], dict[str, str]]:
+    """The steps before the training, and the files that they need."""
+    run, model, source = plan.run_dir, plan.recipe.model.path, plan.recipe.data.train[0]
+    spec = {"path": source.path, "columns": source.columns, "model": model, "prompt_tokens": prompt_tokens(plan.recipe)}
+    files = {
+        "job/data.json": json.dumps(spec, ensure_ascii=False, indent=2) + "\n",
+        "job/images.py": program("mindspeed_images.py"),
+        "job/model.json": json.dumps(image_model(plan), indent=2) + "\n",
+    }
+    argv = ["python", f"{run}/job/images.py", f"{run}/job/data.json", f"{run}/data"]
+    data = _step(plan, "data", argv, [f"{run}/job/data.json", source.path, model], f"{run}/data")
+    return [data, _step(plan, "convert", convert_words(plan, back=False), [model], f"{run}/weights")], files
 
 
 def _tokenise_step(plan: Plan) -> Step:
@@ -377,13 +290,12 @@ def _tool(plan: Plan, back: bool) -> list[str]:
     return ["python", "{env}/src/MindSpeed-LLM/convert_ckpt.py", *words(flags)]
 
 
-def _convert_step(plan: Plan) -> Step:
-    return _step(plan, "convert", _tool(plan, back=False), [plan.recipe.model.path], f"{plan.run_dir}/weights")
-
-
 def _export_step(plan: Plan) -> Step:
     run = plan.run_dir
-    argv = ["python", f"{run}/job/export.py", plan.recipe.model.path, f"{run}/export", "--", *_tool(plan, back=True)]
+    if plan.card.vision is not None:
+        argv = convert_words(plan, back=True)
+    else:
+        argv = ["python", f"{run}/job/export.py", plan.recipe.model.path, f"{run}/export", "--", *_tool(plan, back=True)]
     return _step(plan, "export", argv, [f"{run}/checkpoints/latest_checkpointed_iteration.txt"], f"{run}/export")
 
 

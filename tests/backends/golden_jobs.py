@@ -46,6 +46,8 @@ CELLS: list[Cell] = [
         ("mindspeed_rl", "2.2.0", "qwen2.5-7b", stage, {"tp": 2, "sp": True, "pp": 2, "zero": 1})
         for stage in ("grpo_full", "grpo_full+4-nodes")
     ),
+    ("mindspeed_rl", "2.2.0-mm", "qwen2.5-vl-3b", "grpo_full", {"zero": 1}),
+    ("mindspeed_rl", "2.2.0-mm", "qwen2.5-vl-7b", "grpo_full", {"pp": 2, "zero": 1, "recompute": "full"}),
     *(
         ("mindspeed_mm", profile, model, stage, {"pp": 2, "zero": 1})
         for profile in ("2.2.0", "2.3.0")

@@ -277,8 +277,8 @@ def _value(words: list[str], flag: str) -> list[str]:
 
 
 def test_uneven_stages_reach_trainer_and_converter_alike() -> None:
-    words = _flags("qwen2.5-7b", "sft_full", {"zero": 1, "pp": 4, "stage_layers": (8, 7, 7, 6)})
-    assert _value(words, "--num-layer-list") == ["8,7,7,6", "8,7,7,6"]
+    words = _flags("qwen3-8b", "sft_full", {"zero": 1, "pp": 4, "stage_layers": (10, 9, 9, 8)}, profile="2.3.0")
+    assert _value(words, "--num-layer-list") == ["10,9,9,8", "10,9,9,8"]
 
 
 def test_pieces_of_a_matrix_product_are_coc() -> None:
@@ -297,13 +297,86 @@ def test_recomputation_in_advance_needs_chunks_of_one_layer() -> None:
 
 def test_dualpipev_is_told_to_trainer_and_both_converters() -> None:
     layout = {"zero": 1, "pp": 2, "vpp": 2, "schedule": "dualpipev"}
-    words = _flags("qwen3-8b", "sft_full", layout, batch={"global_size": 64})
+    words = _flags("qwen3-8b", "sft_full", layout, batch={"global_size": 64}, profile="2.3.0")
     assert _value(words, "--schedules-method") == ["dualpipev"] * 3
     assert not {"--num-layers-per-virtual-pipeline-stage", "--overlap-grad-reduce", "--overlap-param-gather"} & set(words)
     for model, broken in (("qwen3-1.7b", {}), ("qwen3-8b", {"tp": 2, "sp": True}), ("qwen3-8b", {"ring": 2})):
-        recipe = make_recipe(model, "mindspeed_llm")
-        plan = make_job_plan(recipe, layout | broken)
-        assert BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout) != [], (model, broken)
+        assert _refused(model, "sft_full", layout | broken, profile="2.3.0") != [], (model, broken)
+
+
+def _refused(model: str, stage: str, layout: dict[str, Any], **settings: Any) -> list[tuple[str, Any]]:
+    """The keys that MindSpeed-LLM refuses, each with the value that it would take."""
+    recipe = make_recipe(model, "mindspeed_llm", stage, **settings)
+    plan = make_job_plan(recipe, layout)
+    return [(r.where, r.fix.get(r.where)) for r in BACKENDS["mindspeed_llm"].refuse(recipe, plan.card, plan.layout)]
+
+
+def _converters(words: list[str]) -> list[str]:
+    return [word.rsplit("/", 1)[-1] for word in words if "convert_ckpt" in word]
+
+
+def test_the_older_converter_exports_even_stages_only() -> None:
+    uneven = {"zero": 1, "pp": 4, "ep": 2}  # of 27 layers
+    assert _refused("deepseek-v2-lite", "sft_full", uneven) == [("layout.pp", 3)]
+    assert _refused("deepseek-v2-lite", "sft_full", uneven, output={"export": False}) == []
+    chosen = {"zero": 1, "pp": 4, "stage_layers": (8, 7, 7, 6)}
+    assert _refused("qwen2.5-7b", "sft_full", chosen) == [("layout.stage_layers", "auto")]
+    assert _refused("qwen3-8b", "sft_full", chosen | {"stage_layers": (10, 9, 9, 8)}, profile="2.3.0") == []
+
+
+def test_the_older_converter_merges_no_adapters_in_virtual_chunks() -> None:
+    layout = {"zero": 1, "pp": 2, "vpp": 2, "schedule": "interleaved"}
+    for profile, refused in (("2.2.0", [("layout.vpp", 1)]), ("2.3.0", [("layout.vpp", 1)]), ("master", [])):
+        assert _refused("qwen3-8b", "sft_lora", layout, profile=profile) == refused, profile
+        assert _refused("qwen3-8b", "sft_full", layout, profile=profile) == [], profile
+
+
+def test_the_newer_converter_of_the_first_profile_exports_no_virtual_chunks_under_tp() -> None:
+    layout = {"zero": 1, "tp": 2, "sp": True, "pp": 2, "vpp": 2, "ep": 2, "schedule": "interleaved"}
+    assert _refused("qwen3-30b-a3b", "sft_full", layout, profile="2.2.0") == [("layout.vpp", 1)]
+    assert _refused("qwen3-30b-a3b", "sft_full", layout, profile="2.2.0", output={"export": False}) == []
+    assert _refused("qwen3-30b-a3b", "sft_full", layout, profile="2.3.0") == []
+
+
+def test_the_newer_converter_of_the_first_profile_has_no_dense_models() -> None:
+    for profile, tool in (("2.2.0", "convert_ckpt.py"), ("2.3.0", "convert_ckpt_v2.py"), ("master", "convert_ckpt_v2.py")):
+        assert _converters(_flags("qwen3-8b", "sft_full", {"zero": 1}, profile=profile)) == [tool, tool]
+
+
+def test_where_experts_lie_is_told_to_trainer_and_both_converters() -> None:
+    layout = {"zero": 1, "tp": 2, "sp": True, "ep": 8}
+    for profile in ("2.2.0", "2.3.0", "master"):
+        assert _flags("qwen3-30b-a3b", "sft_full", layout, profile=profile).count("--moe-tp-extend-ep") == 3, profile
+    assert _flags("mixtral-8x7b", "sft_full", layout).count("--moe-tp-extend-ep") == 3
+    assert "--moe-tp-extend-ep" not in _flags("qwen3-30b-a3b", "sft_full", {"zero": 1, "ep": 8})
+
+
+def test_adapters_on_experts_are_exported_from_their_own_checkpoint_by_the_older_converter() -> None:
+    for model in ("mixtral-8x7b", "qwen3-30b-a3b"):
+        words = _flags(model, "sft_lora", {"zero": 1, "ep": 8})
+        assert _converters(words) == ["convert_ckpt.py"] * 2
+        assert _value(words, "--load-dir") == [model, "runs/run/checkpoints"] and "--lora-load" not in words
+    assert _value(_flags("qwen3-30b-a3b", "sft_lora", {"zero": 1, "ep": 8}), "--spec") == ["mindspeed_llm.tasks.models.spec.qwen3_spec"] * 3
+    words = _flags("qwen3-8b", "sft_lora", {"zero": 1})
+    assert _value(words, "--load-dir") == ["qwen3-8b", "runs/run/weights"] and _value(words, "--lora-load") == ["runs/run/checkpoints"]
+
+
+def test_moments_in_bfloat16_need_apex_before_the_last_profile() -> None:
+    layout = {"zero": 1, "optim_dtype": "bfloat16"}
+    for profile in ("2.2.0", "2.3.0"):
+        assert _refused("qwen3-8b", "sft_full", layout, profile=profile) == [("layout.optim_dtype", "float32")]
+    assert "--o2-optimizer" in _flags("qwen3-8b", "sft_full", layout, profile="master")
+
+
+def test_the_layers_are_those_that_the_converters_write() -> None:
+    for profile, value in (("2.2.0", []), ("2.3.0", []), ("master", ["local"])):
+        assert _value(_flags("qwen3-8b", "sft_full", {"zero": 1, "ulysses": 2}, profile=profile), "--transformer-impl") == value
+
+
+def test_nodes_share_the_index_of_the_data() -> None:
+    recipe = make_recipe("qwen3-8b", "mindspeed_llm", cluster="4x8 snt9b")
+    job = BACKENDS["mindspeed_llm"].render(make_job_plan(recipe, {"zero": 1}, 4))
+    assert "--no-shared-storage" not in job.argv  # else a rank of every node would write the same files
 
 
 @pytest.mark.parametrize("backend", ["llamafactory", "mindspeed_llm"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -87,16 +88,31 @@ def stand_in(optional: tuple[str, ...]) -> None:
     sys.meta_path.insert(0, Finder(missing | {"torch_npu", "torchair", "acl", "mindio_ttp", "mindio_acp", "te", "tbe", "auto_tune"}))
     npu = Inert("torch.npu")
     npu.__path__ = []
-    npu.device_count, npu.is_available, npu.current_device = (lambda: 8), (lambda: True), (lambda: 0)  # type: ignore[attr-defined]
-    npu.get_device_name = lambda *args: "Ascend910B2"  # type: ignore[attr-defined]
-    torch.npu = sys.modules["torch.npu"] = npu  # type: ignore[attr-defined,assignment]
-    torch.cuda.device_count, torch.cuda.is_available, torch.cuda.current_device = (lambda: 8), (lambda: True), (lambda: 0)  # type: ignore[assignment]
-    torch.cuda.get_device_capability = lambda *args: (9, 0)  # type: ignore[assignment]
-    torch.cuda.get_device_name = lambda *args: "Ascend910B2"  # type: ignore[assignment]
-    facts = types.SimpleNamespace(major=9, minor=0, name="Ascend910B2", total_memory=64 << 30, multi_processor_count=24)
-    torch.cuda.get_device_properties = lambda *args: facts  # type: ignore[assignment]
+    torch.npu = sys.modules["torch.npu"] = sys.modules["torch_npu.npu"] = npu  # type: ignore[attr-defined,assignment]
+    importlib.import_module("torch_npu").npu = npu  # type: ignore[attr-defined]
+    say_device(DEVICE_NAMES["snt9b"], 8)
 
 
+def say_device(name: str, count: int) -> None:
+    """Makes torch say that it sees so many of an Ascend device; torch.cuda as torch_npu would redirect it."""
+    import torch
+
+    facts = types.SimpleNamespace(major=9, minor=0, name=name, total_memory=64 << 30, multi_processor_count=24)
+    for module in (torch.cuda, sys.modules["torch.npu"]):
+        answers = {
+            "device_count": lambda: count,
+            "is_available": lambda: True,
+            "current_device": lambda: 0,
+            "set_device": lambda *args: None,
+            "get_device_name": lambda *args: name,
+            "get_device_capability": lambda *args: (9, 0),
+            "get_device_properties": lambda *args: facts,
+        }
+        for key, answer in answers.items():
+            setattr(module, key, answer)
+
+
+DEVICE_NAMES = {"snt9b": "Ascend910B2", "snt9b23": "Ascend910_9392"}
 OPTIONAL = (
     "bitsandbytes", "sqlalchemy", "gpytorch", "sklearn", "highspy", "peft", "pandas", "sentencepiece", "einops", "tiktoken",
     "scipy", "mistral_common", "nltk", "datasets", "diffusers", "av", "decord", "torchvision", "ftfy", "bs4", "beartype", "torchdata",

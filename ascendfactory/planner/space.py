@@ -28,6 +28,7 @@ class Freedom:
     """What a back end can vary."""
 
     degrees: frozenset[str]
+    sp: bool  # whether tp goes with sequence parallelism
     zeros: tuple[int, ...]
     recomputes: tuple[Recompute, ...]
     recompute_layers: bool
@@ -42,8 +43,10 @@ def freedom(judge: Judge, cluster: Cluster) -> Freedom:
     def accepts(**change: object) -> bool:
         return all(refusal.code in known for refusal in judge(plain.model_copy(update=change)))
 
+    sp = accepts(tp=2, sp=True)
     return Freedom(
-        frozenset(name for name in DEGREES if accepts(**{name: 2})),
+        frozenset(name for name in DEGREES if accepts(**{name: 2}) or (name == "tp" and sp)),
+        sp,
         tuple(zero for zero in ZEROS if accepts(zero=zero)) or (3,),
         tuple(mode for mode in RECOMPUTES if accepts(recompute=mode)) or ("none",),
         accepts(recompute="full", recompute_layers=1),
@@ -159,7 +162,7 @@ def _grid(
     sizes = () if spec.stage_layers == "auto" else tuple(spec.stage_layers)
     return Grid(
         dp=dp, replicate=ones * spec.replicate, zero=ones * zero, tp=tp,
-        sp=(tp > 1).astype(np.int64) if spec.sp == "auto" else ones * int(spec.sp),
+        sp=((tp > 1) & free.sp).astype(np.int64) if spec.sp == "auto" else ones * int(spec.sp),
         pp=pp, vpp=vpp, schedule=schedule, stage_layers=as_tuples([sizes] * len(dp)),
         overlap_chunks=ones * spec.overlap_chunks, ring=ring, ulysses=ulysses, ep=ep,
         recompute=ones * RECOMPUTES.index(mode), recompute_layers=layers, recompute_in_advance=ones * int(spec.recompute_in_advance),

@@ -72,7 +72,7 @@ def test_reasons_come_in_both_languages(file: str, capsys: pytest.CaptureFixture
     ("words", "line"),
     [
         (["--layout=tp=3"], ["layout.tp"]),  # the first of several reasons: its fix heeds them all
-        (["--layout=pp=3"], ["layout.dp"]),
+        (["--layout=pp=3"], ["layout.pp", "layout.dp"]),
         (["--layout=dp=3,tp=2"], ["layout.dp"]),
     ],
 )

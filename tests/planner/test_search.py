@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from ascendfactory.core.plan import Cluster, Device, Layout, NoPlan, Plan
 from ascendfactory.core.recipe import Recipe
 from ascendfactory.planner.memory import GIB, memory_terms
 from ascendfactory.planner.search import ENOUGH_TOKENS, USABLE, choose_dtype, make_plan
+from ascendfactory.planner.space import freedom, space
 from tests.examples import CPU, device
 
 CARD = find_card("qwen3-8b")
@@ -177,6 +179,24 @@ def test_a_named_back_end_says_what_it_needs() -> None:
 def test_dtype_follows_the_device_unless_asked(asked: str, has_bf16: bool, expected: str) -> None:
     cluster = cluster_of(1, of=CPU.model_copy(update={"has_bf16": has_bf16}))
     assert choose_dtype(recipe_of(f"--model.dtype={asked}"), cluster) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "words", "expected"),
+    [
+        ("qwen3-30b-a3b", "mindspeed_llm", (), {True}),  # experts under tp, with sequence parallelism only
+        ("internvl3-8b", "mindspeed_mm", (), {False}),  # whose tower it breaks
+        ("qwen3-8b", "mindspeed_llm", (), {True}),
+        ("qwen3-8b", "mindspeed_llm", ("layout.sp=false",), {False}),
+    ],
+)
+def test_tensor_parallelism_is_tried_in_the_form_that_the_engine_has(
+    model: str, backend: str, words: tuple[str, ...], expected: set[bool]
+) -> None:
+    card, recipe = find_card(model), recipe_of("duration=10 steps", "batch=64", *words)
+    cluster = Cluster(device=find_device("snt9b"), nodes=1, nproc=8)
+    grid = space(recipe, card, cluster, freedom(partial(BACKENDS[backend].refuse, recipe, card), cluster))
+    assert {bool(sp) for sp, tp in zip(grid.sp, grid.tp, strict=True) if tp > 1} == expected
 
 
 def test_known_devices_take_known_models() -> None:

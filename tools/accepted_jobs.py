@@ -28,7 +28,7 @@ against the framework's own parser and validator:
 Accepted means that the framework would start, not that it ran: no Ascend device was here.
 To repeat it: `tools/job_cells.py`, `tools/check_jobs.py`, `tools/accepted_jobs.py`; each says how at its top.
 """,
-    """# 各框架自身解析器接受的作业
+    """# 被框架自身解析器接受的作业
 
 对用户指南各表打勾的每个单元（模型 x 阶段 x 微调方式 x 序列长度，snt9b 与 snt9b23 两种设备），在包含该模型的每个版本配置上，
 按公布的最小卡数（或有余量的下一档集群）规划并渲染作业，再交由该框架自身的解析器与校验器检查：

@@ -17,6 +17,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
     "one-step-off": {"objective": {"off_policy_steps": 1}},
     "tools": {"objective": {"multi_turn": {"tools": "tools.py", "max_turns": 6}, "reward": "rewards.py:score"}},
+    "cuda": {"cluster": "8 h100"},
     "4-nodes": {"cluster": "4x8 snt9b"},
     "4-nodes-one-step-off": {"cluster": "4x8 snt9b", "objective": {"off_policy_steps": 1}},
 }
@@ -24,9 +25,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 CELLS: list[Cell] = [
     *(
         ("llamafactory", "0.9.5", "qwen2.5-7b", stage, {"zero": 3})
-        for stage in ("pretrain_full", "sft_full", "sft_lora", "dpo_full", "dpo_lora")
+        for stage in ("pretrain_full", "sft_full", "sft_lora", "dpo_full", "dpo_lora", "reward_lora")
     ),
-    *(("verl", "0.9.1", "qwen3-8b", stage, {"ulysses": 2}) for stage in ("grpo_full", "grpo_lora", "dapo_full", "ppo_full")),
+    *(
+        ("verl", "0.9.1", "qwen3-8b", stage, {"ulysses": 2})
+        for stage in ("grpo_full", "grpo_lora", "dapo_full", "dapo_lora", "ppo_full", "ppo_lora")
+    ),
+    *(("verl", "0.9.1-sglang", "qwen3-8b", f"{stage}+cuda", {}) for stage in ("grpo_full", "grpo_lora", "dapo_full", "ppo_full")),
     *(
         ("verl", "0.9.1", "qwen3-8b", stage, {})
         for stage in ("grpo_full+one-step-off", "grpo_lora+one-step-off", "dapo_full+tools", "grpo_full+4-nodes-one-step-off")
@@ -62,7 +67,7 @@ def render(cell: Cell) -> Job:
     backend, profile, model, stage, layout = cell
     stage, _, variant = stage.partition("+")
     recipe = make_recipe(model, backend, stage, profile=profile, **VARIANTS[variant])
-    plan = make_job_plan(recipe, layout, recipe.cluster.nodes)
+    plan = make_job_plan(recipe, layout, recipe.cluster.nodes, device=recipe.cluster.device)
     adapter = BACKENDS[backend]
     assert adapter.refuse(recipe, plan.card, plan.layout) == []
     return adapter.render(plan)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,6 +31,18 @@ def test_every_ticked_cell_becomes_a_job_of_every_version_that_has_the_model(bac
     lines = [job_cells.line_of(*cell) for cell in job_cells.cells(backend, module.PROFILES)]
     assert [line for line in lines if "refused" in line] == []
     assert len({json.dumps(line["cell"] | {"profile": ""}, sort_keys=True) for line in lines}) == NUM_CELLS[backend]
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_tells_of_every_cell_that_there_is_now(language: str) -> None:
+    expected: Counter[tuple[str, str]] = Counter()
+    for backend in NUM_CELLS:
+        module = sys.modules[type(BACKENDS[backend]).__module__]
+        expected.update((cell.backend, cell.profile) for cell, _, _ in job_cells.cells(backend, module.PROFILES))
+    page = (TOOLS.parent / "docs" / language / "accepted-jobs.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| (\S+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    assert {(backend, profile): int(number) for backend, profile, number, *_ in rows} == dict(expected)
+    assert all(number == accepted for _, _, number, accepted, _, _ in rows)
 
 
 def line(number: int, **more: Any) -> dict[str, Any]:

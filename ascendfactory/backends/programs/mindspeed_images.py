@@ -23,7 +23,7 @@ BATCH = 256  # rows written at once
 
 
 class Unusable(Exception):
-    """What is wrong with a record."""
+    """What is wrong with a record, or with the file."""
 
 
 def records(path):
@@ -127,7 +127,7 @@ def write(rows, path):
 
 
 def main():
-    """Rewrites the file that the spec names."""
+    """Rewrites the file that the spec names; exit code 2 with one line on stderr for what the person can mend."""
     from transformers import AutoTokenizer
 
     spec, folder = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), Path(sys.argv[2])
@@ -140,13 +140,18 @@ def main():
             try:
                 yield row_of(named, number, source.parent, tokenizer, spec["prompt_tokens"])
             except Unusable as why:
-                raise SystemExit(f"error: {source}: record {number + 1}: {why}") from None
+                raise Unusable(f"record {number + 1}: {why}") from None
 
-    count = write(rows(), folder / "train.parquet")
-    if not count:
-        raise SystemExit(f"error: {source} holds no record")
+    try:
+        count = write(rows(), folder / "train.parquet")
+        if not count:
+            raise Unusable("it holds no record")
+    except Unusable as why:
+        print(f"error: {source}: {why}", file=sys.stderr)
+        return 2
     print(f"data: {count} questions with an image")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

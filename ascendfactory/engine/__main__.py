@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -51,8 +52,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main(sys.argv)
+def leave(code: int) -> None:
+    """Ends the process without tearing down torch's native parts.
+
+    After a failure other ranks may still wait inside a collective; after a success the order in which threads of process groups and
+    objects that they use go is left to chance, and now and then ends in an abort.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()  # Python's own: worker processes, writers
     sys.stdout.flush()
-    # other ranks may still wait inside a collective; leave without tearing the group down in order
-    os._exit(code) if code else sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv))

@@ -24,6 +24,7 @@ from pathlib import Path
 
 WAIT_S = 600.0  # for nodes that are still being started
 POLL_S = 2.0
+LOOK_S = 0.1  # between looks at the driver
 STOP_S = 30.0  # until Ray's processes are killed
 GONE_AFTER = 3  # failed knocks at the head in a row
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -151,7 +152,8 @@ class Node:
         """The driver's exit code, 128 + n for signal n."""
         words = [sys.executable, *driver[1:]] if driver[0] == "python" else driver
         self.start("driver", words, os.environ | {"RAY_ADDRESS": address})
-        code = self.driver.wait()
+        while (code := self.driver.poll()) is None:
+            time.sleep(LOOK_S)  # not wait(): a signal just before it blocks would be heeded only after the driver's end
         if self.passed is not None and code == self.passed:  # so ends a driver that Ray has taught to heed signals
             code = -code
         return code if code >= 0 else 128 - code

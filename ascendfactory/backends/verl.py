@@ -55,17 +55,6 @@ NO_EFFECT = {
     "batch.micro_size": "micro-batches are sized by tokens",
 }
 MOST_RANK = 512  # of adapters in vLLM
-# Under Megatron the bridge saves weights as a Hugging Face folder, and there is nothing that verl's merger could read.
-COPY = '''"""Copies the newest policy: python export.py CHECKPOINTS EXPORT_FOLDER"""
-
-import shutil
-import sys
-from pathlib import Path
-
-checkpoints = Path(sys.argv[1])
-step = (checkpoints / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
-shutil.copytree(checkpoints / f"global_step_{step}" / "actor" / "model" / "huggingface", sys.argv[2], dirs_exist_ok=True)
-'''
 
 
 class Verl:
@@ -92,7 +81,7 @@ class Verl:
         files |= {"job/data.json": spec}
         after = []
         if recipe.output.export:
-            files["job/export.py"] = COPY if is_megatron(plan.layout) else program("verl_export.py")
+            files["job/export.py"] = program("verl_export.py")
             after.append(_export_step(plan))
         return Job(
             files=files,
@@ -111,8 +100,8 @@ class Verl:
 
 
 def _export_step(plan: Plan) -> Step:
-    run = plan.run_dir
-    argv = ["python", f"{run}/job/export.py", f"{run}/checkpoints", *([] if is_megatron(plan.layout) else ["fsdp"]), f"{run}/export"]
+    run, engine = plan.run_dir, "megatron" if is_megatron(plan.layout) else "fsdp"
+    argv = ["python", f"{run}/job/export.py", f"{run}/checkpoints", engine, f"{run}/export"]
     newest = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
     return Step(name="export", argv=argv, environment=environment_name(plan.recipe), inputs=[newest], output=f"{run}/export")
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,7 +63,6 @@ def judge(line: dict[str, Any], sources: dict[str, Path], folder: Path) -> None:
 
 def test_verdicts() -> None:
     parser = SimpleNamespace(check=judge)
-    assert isinstance(check_jobs, ModuleType)
     found = [check_jobs.verdict(parser, line(number), {"S": Path("/src")}) for number in (1, 2, 3, 4)]
     found.append(check_jobs.verdict(parser, line(5, refused="model.path: no"), {}))
     assert [(row["verdict"], row.get("why")) for row in found] == [

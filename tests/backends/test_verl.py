@@ -214,14 +214,14 @@ def test_what_megatron_saved_is_copied_and_what_fsdp_saved_is_merged(tmp_path: P
     assert merge.argv[2:] == ["runs/run/checkpoints", "fsdp", "runs/run/export"]
     job = job_of("grpo_full", MEGATRON)
     [copy] = job.after
-    assert copy.argv == ["python", "runs/run/job/export.py", "runs/run/checkpoints", "runs/run/export"]
+    assert copy.argv == ["python", "runs/run/job/export.py", "runs/run/checkpoints", "megatron", "runs/run/export"]
     for step in (8, 16):
         weights = tmp_path / f"checkpoints/global_step_{step}/actor/model/huggingface"
         weights.mkdir(parents=True)
         (weights / "config.json").write_text(str(step))
     (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").write_text("16")
     (tmp_path / "export.py").write_text(job.files["job/export.py"])
-    subprocess.run([sys.executable, "export.py", "checkpoints", "export"], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "export.py", "checkpoints", "megatron", "export"], cwd=tmp_path, check=True)
     assert (tmp_path / "export/config.json").read_text() == "16"
 
 

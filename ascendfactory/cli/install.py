@@ -43,5 +43,5 @@ def _list(found: object) -> None:
         assert isinstance(profile, Profile)
         state = "✓" if (environment_dir(profile.environment) / MARK).exists() else "-"
         typer.echo(
-            f"{state} {profile.backend:<14} {profile.name:<8} {profile.title}{pick(' (default)', '（默认）') if profile.default else ''}"
+            f"{state} {profile.backend:<14} {profile.name:<12} {profile.title}{pick(' (default)', '（默认）') if profile.default else ''}"
         )
